@@ -113,9 +113,7 @@ class Advice:
             if not isinstance(parameter, DTensor)
         }
         hooked += [
-            f"parameter {name}"
-            for name, parameter in whole.items()
-            if torch_internals.has_gradient_hook(parameter)
+            f"parameter {name}" for name, parameter in whole.items() if torch_internals.has_hooks(parameter)
         ]
         hooked += self._tensor_hooks.names
         if not hooked or (counts_ahead and divisor == 1):

@@ -82,7 +82,6 @@ NOT_MESSAGES = {
     "outside of every FSDP root": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
-    "… parameters have post-accumulate-gradient hooks (…, ...)": "two texts may follow, which do",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
     "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …, or have used"
     " different FSDP units in it": "two texts follow, which do",

@@ -199,7 +199,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is None:
             continue
-        if torch_internals.has_gradient_hook(leaf):
+        if torch_internals.has_hooks(leaf):
             raise ValueError(
                 f"A parameter {list(leaf.shape)} of the head has a gradient hook (register_hook), which"
                 " would see each chunk's gradient: use register_post_accumulate_grad_hook, or change the"

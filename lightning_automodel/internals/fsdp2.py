@@ -89,7 +89,9 @@ RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
 """Whether a group frees its gathered parameters after a backward, and after a forward."""
 
 
-def flags_of(groups: Iterable[FSDPParamGroup], names: tuple[str, ...]) -> dict[FSDPParamGroup, tuple[Any, ...]]:
+def flags_of(
+    groups: Iterable[FSDPParamGroup], names: tuple[str, ...]
+) -> dict[FSDPParamGroup, tuple[Any, ...]]:
     """The values of ``REDUCTIONS`` or ``RESHARDING`` of each group."""
     read = attrgetter(*names)
     return {group: read(group) for group in groups}

@@ -92,11 +92,6 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
-def has_gradient_hook(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` has a hook that may change its gradient before it is accumulated."""
-    return bool(parameter._backward_hooks)
-
-
 def defined_in(hook: Any, *packages: str) -> bool:
     """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
     hook = getattr(hook, "hook", hook)  # as modules keep some

@@ -200,34 +200,24 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], counts_ahead: bool) -> N
     with plain_access():
         check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
         hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
-    named = (
-        f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
-    )
-    if hooked and not counts_ahead:
+    early = [
+        name
+        for name, parameter in hooked.items()
+        if not (counts_ahead and isinstance(parameter, DTensor) and num_expert_ranks(parameter) == 1)
+    ]
+    if early:
         raise ValueError(
-            f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose"
-            " number is known only at the end of the window: pass count_window_ahead=True, or step after"
-            " backward."
-        )
-    if any(num_expert_ranks(parameter) > 1 for parameter in hooked.values()):
-        raise ValueError(
-            f"{named}, which see the gradients of spread experts before these are divided by"
-            " expert_parallel_size. Step after backward, register no hooks on experts, or leave"
-            " expert_parallel_size at 1."
-        )
-    if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
-        raise ValueError(
-            f"{named}, which see the gradients of replicated parameters before they are averaged over ranks."
-            " Shard them (data_parallel='fsdp2') and register hooks in configure_optimizers, after that; or"
-            " step after backward."
+            f"{len(early)} parameters have post-accumulate-gradient hooks ({', '.join(early[:3])}, ...), as an"
+            " optimizer that steps inside backward has, which would see their gradients before they are final."
+            " Step after backward, or pass count_window_ahead=True and register hooks in configure_optimizers"
+            " on parameters that FSDP2 shards and that are no spread experts: the number of label tokens is"
+            " then known ahead, and nothing is left to be averaged over ranks."
         )
 
 
 def check_shardable(sharded: Mapping[str, nn.Parameter]) -> None:
     """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls."""
-    if hooked := [
-        name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)
-    ]:
+    if hooked := [name for name, parameter in sharded.items() if torch_internals.has_hooks(parameter)]:
         raise ValueError(
             f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}),"
             " which it never calls: change gradients in on_before_optimizer_step, or pass"

@@ -1,6 +1,6 @@
 """DDP: the whole model on every rank."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,7 +53,11 @@ class DDPEngine(Engine):
         super().__init__()
         self._mesh = placement.mesh
         kwargs = options.ddp_kwargs or {}
-        self._check(module, kwargs)
+        if units.is_sharded(module):
+            raise ValueError(
+                f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
+                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
+            )
         give_values()
         self.model = module
         if not fitting:
@@ -95,32 +99,20 @@ class DDPEngine(Engine):
             module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
         )
 
-    def _check(self, module: pl.LightningModule, kwargs: Mapping[str, Any]) -> None:
-        if units.is_sharded(module):
-            raise ValueError(
-                f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
-                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
-            )
-        if kwargs.get("static_graph") and not module.automatic_optimization:
-            raise ValueError(
-                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
-                " graph from one backward for each training_step, and manual optimization may run any"
-                " number."
-            )
-
     @override
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Iterator[None]:
-        if self._ddp.static_graph and not ends_window:
-            raise ValueError(
-                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph"
-                " from a backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
-            )
         with super().micro_batch(ends_window), nullcontext() if ends_window else self._ddp.no_sync():
             yield
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        if self._ddp.static_graph and (self._is_manual or not self.ends_window):
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works under automatic optimization without accumulation alone,"
+                " since DDP learns the graph from one backward for each training_step, which synchronises:"
+                " leave it out."
+            )
         if not backward.window.trained <= self.tracked:
             self.track(backward.window.trained)
         if self._is_manual and self.ends_window:

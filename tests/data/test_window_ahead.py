@@ -144,7 +144,7 @@ AHEAD = {"count_window_ahead": True}
             {"data_parallel": "ddp"},
             "13 parameters have post-accumulate-gradient hooks .*pass count_window_ahead=True",
         ),
-        (StepsInBackward, {**AHEAD, "data_parallel": "ddp"}, "before they are averaged over ranks"),
+        (StepsInBackward, {**AHEAD, "data_parallel": "ddp"}, "before they are final"),
         (LabelledModule, {**AHEAD, "label_key": "targets"}, "counts a batch before training_step sees it"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +76,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
     "hooks": (
         {"count_window_ahead": True},
         HookedModule,
-        "which see the gradients of spread experts before these are divided by expert_parallel_size",
+        "which would see their gradients before they are final",
     ),
 }
 
@@ -149,22 +148,6 @@ def test_gradients_beside_training(pool4: RankPool) -> None:
     assert any(
         "self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values()
     )
-
-
-def _fit_without_meshes_of_parameters() -> None:
-    """As in a release whose units have one mesh for all parameters."""
-    common = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_common"]
-    removed = vars(common).pop("ShardPlacementResult")
-    try:
-        fit({})
-    finally:
-        common.ShardPlacementResult = removed
-
-
-def test_a_release_without_what_is_needed(pool4: RankPool) -> None:
-    message = "UnsupportedReleaseError: lightning_automodel needs .*ShardPlacementResult, which torch"
-    with pytest.raises(RankError, match=message):
-        pool4.run(_fit_without_meshes_of_parameters)
 
 
 class _Quantised(nn.Module):

@@ -111,6 +111,7 @@ class Refused:
     trainer_options: dict[str, Any] = field(default_factory=dict)
 
 
+STATIC_GRAPH = "ddp_kwargs: static_graph=True works under automatic optimization without accumulation alone"
 UNREDUCED = (
     "DistributedDataParallel did not reduce all gradients of this window: some parameters took no part in its"
     " last micro-batch"
@@ -141,17 +142,10 @@ REFUSED: dict[str, Refused] = {
     ),
     "memory-that-ddp-never-freed": Refused(FreesMemory, "setStorage: sizes [2, 4]", DDP),
     "static-graph-by-hand": Refused(
-        StepsByHand,
-        "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from"
-        " one backward for each training_step, and manual optimization may run any number.",
-        {**DDP, "ddp_kwargs": {"static_graph": True}},
+        StepsByHand, STATIC_GRAPH, {**DDP, "ddp_kwargs": {"static_graph": True}}
     ),
     "static-graph-accumulating": Refused(
-        Net,
-        "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
-        " backward that synchronises: leave it out, or pass accumulate_grad_batches=1.",
-        {**DDP, "ddp_kwargs": {"static_graph": True}},
-        {"accumulate_grad_batches": 2},
+        Net, STATIC_GRAPH, {**DDP, "ddp_kwargs": {"static_graph": True}}, {"accumulate_grad_batches": 2}
     ),
 }
 
