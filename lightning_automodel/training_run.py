@@ -10,7 +10,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -80,8 +79,8 @@ class TrainingRun:
         module = self.module
         plugin = self.plugin
         options = self._options
-        precision.check_precision(plugin, options.data_parallel)
         if options.is_sharded:
+            precision.check_precision(plugin)
             precision.check_conversion(plugin, module)
         if fitting and options.count_window_ahead:
             checks.check_ahead(module)
@@ -122,7 +121,7 @@ class TrainingRun:
         if self._mesh.sizes.expert > 1:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)
-        self.engine, self._policy = self._make_engine(fitting)
+        self.engine = self._make_engine(fitting)
         self.patches.callback(self.engine.close)
         self.model = self.engine.model
         self.parameters.note_distributed()
@@ -201,26 +200,23 @@ class TrainingRun:
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
-    def _make_engine(self, fitting: bool) -> tuple[Engine, MixedPrecisionPolicy | None]:
-        """The engine, which distributes the module, and the policy of units that this strategy makes."""
+    def _make_engine(self, fitting: bool) -> Engine:
+        """The engine, which distributes the module."""
         module = self.module
         options = self._options
         if not self._options.is_sharded:
-            return DDPEngine(module, self._placement, options, fitting, self._give_values), None
+            return DDPEngine(module, self._placement, options, fitting, self._give_values)
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
-        has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
-        if has_foreign_policy and (
-            options.mp_policy is not None or precision.unit_dtypes(module) - {policy.param_dtype}
+        computes_otherwise = precision.unit_dtypes(module) - {policy.param_dtype}
+        if not precision.is_applied(policy, module) and (
+            options.mp_policy is not None or computes_otherwise
         ):
-            if options.mp_policy is None:
-                option = f"precision={self.plugin.precision!r}"
-            else:
-                option = "mp_policy"
             self.advice.say_once(
-                f"{option} has no effect on a model that was sharded before, with another policy."
+                f"mp_policy={options.mp_policy} beside precision={self.plugin.precision!r} has no effect on a model"
+                " that was sharded before, with another policy."
             )
         report = shard_module(module, self._placement, options, policy, self._give_values)
-        return FSDP2Engine(module, self._placement, report), None if has_foreign_policy else policy
+        return FSDP2Engine(module, self._placement, report)
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
@@ -386,7 +382,7 @@ class TrainingRun:
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
             "gradient_denominator": self.windows.weighting.unit,
-            "precision": precision.describe_dtypes(self.plugin, self._dtypes, self._policy),
+            "precision": precision.describe_dtypes(self.plugin, self._dtypes),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,

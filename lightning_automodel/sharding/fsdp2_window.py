@@ -144,9 +144,9 @@ class FSDP2Window(Engine):
         self._unit_of = {group: unit for unit in self.units for group in unit.groups}
         self._resharding_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.RESHARDING)
         by_unit = dict(self._resharding_at_setup)
-        for group in [group for unit in self._whole_step for group in unit.groups]:
+        for unit in self._whole_step:
             # A step may run backwards of its own, and go on with these.
-            by_unit[group] = (False, group.post_forward_mesh_info)
+            by_unit |= {one: (False, one.post_forward_mesh_info) for one in unit.groups}
         in_step = by_unit
         if retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).

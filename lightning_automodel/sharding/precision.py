@@ -1,7 +1,7 @@
 """Trainer precision -> dtypes of parameters, computation, reductions and outputs."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
@@ -37,21 +38,22 @@ FSDP2_PRECISIONS = {
 """The dtype of computation for each Trainer precision that FSDP2 supports; under 32-true the module's own counts."""
 
 
-def check_precision(plugin: Precision, data_parallel: str) -> None:
-    """Raise ValueError for a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters."""
-    foreign = isinstance(plugin, (DeepSpeedPrecision, FSDPPrecision, XLAPrecision))
-    replacing = isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision))
-    is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
-    if not foreign and (data_parallel == "ddp" or is_known):
-        return
-    if foreign:
-        way_out = "."
-    else:
-        way_out = ", or data_parallel='ddp'."
-    raise ValueError(
-        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
-        f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
-    )
+_UNSUPPORTED = (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+
+
+def check_precision(plugin: Precision) -> None:
+    """Raise ValueError for a plugin that replaces layers or parameters, which FSDP2 shards, or of another strategy."""
+    if isinstance(plugin, _UNSUPPORTED) or plugin.precision not in FSDP2_PRECISIONS:
+        raise ValueError(
+            f"data_parallel='fsdp2' does not work with {type(plugin).__name__}: choose Trainer(precision=...)"
+            f" from {', '.join(FSDP2_PRECISIONS)}, or for layers that a plugin replaces data_parallel='ddp'."
+        )
 
 
 def resolve_policy(
@@ -71,24 +73,19 @@ def resolve_policy(
             param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
     trainable = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    if trainable.intersection(HALF) and torch.float64 not in trainable:
-        reduce_dtype = torch.float32
-    else:
-        reduce_dtype = None
-    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    in_half = trainable.intersection(HALF) and torch.float64 not in trainable
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_half else None, cast_forward_inputs=False)
 
 
 def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
-    precision = plugin.precision
-    computes_in = FSDP2_PRECISIONS[plugin.precision]
-    valid: tuple[torch.dtype | None, ...] = (computes_in, None)
-    if precision == "32-true":
-        valid = (None, torch.bfloat16, torch.float32, torch.float64)
-    elif isinstance(plugin, MixedPrecision):
-        valid = (computes_in,)
+    valid: list[torch.dtype | None] = [FSDP2_PRECISIONS[plugin.precision]]
+    if not isinstance(plugin, MixedPrecision):
+        valid.append(None)
+    if plugin.precision == "32-true":
+        valid += [torch.bfloat16, torch.float64]
     if policy.param_dtype not in valid:
         raise ValueError(
-            f"precision={precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass"
+            f"precision={plugin.precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass"
             f" param_dtype={' or '.join(map(str, valid))}, or a precision that computes in it (torch.float16"
             " needs the gradient scaler of '16-mixed'; under '32-true' mp_policy alone decides)."
         )
@@ -186,8 +183,8 @@ def leave_casting_to_units(plugin: Precision, dtypes: "Dtypes", patches: PatchSt
 
 def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
-    policies = fsdp2.mixed_precision_policies(model)
-    return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+    dtypes = {policy.param_dtype for policy in fsdp2.mixed_precision_policies(model)}
+    return {dtype for dtype in dtypes if dtype is not None}
 
 
 def enabled_scaler(plugin: Precision) -> GradScaler | None:
@@ -200,25 +197,21 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of a distributed model: of its parameters, of its units' computation, and of reductions."""
+    """The dtypes of a distributed model: of its parameters, of its units' computation, and of gradients' reductions."""
 
     held: set[torch.dtype]
-    trained: set[torch.dtype]
     computed: set[torch.dtype]
     reduced: set[torch.dtype]
 
     @classmethod
-    def of(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> "Dtypes":
+    def of(cls, model: nn.Module, parameters: Collection[nn.Parameter]) -> "Dtypes":
         """Those of ``model``, which has these ``parameters``."""
         params = [param for group in fsdp2.fsdp_param_groups(model) for param in group.fsdp_params]
         with plain_access():
-            kinds = {(p.dtype, p.requires_grad) for p in parameters}
-        return cls(
-            {dtype for dtype, _ in kinds},
-            {dtype for dtype, trains in kinds if trains},
-            {param.mp_policy.param_dtype for param in params} - {None},
-            {fsdp2.unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad},
-        )
+            held = {parameter.dtype for parameter in parameters}
+            plain = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
+            reduced = {fsdp2.unsharded_gradient_dtype(p) for p in params if p.sharded_param.requires_grad}
+        return cls(held, unit_dtypes(model), plain | reduced)
 
     def pass_float16(self, plugin: Precision) -> bool:
         """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
@@ -227,35 +220,25 @@ class Dtypes:
 
 
 def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
-    """Whether any FSDP2 unit at or below ``model`` was made with this policy."""
+    """Whether an FSDP2 unit at or below ``model`` was made with this policy, or there is none yet."""
+    applied = fsdp2.mixed_precision_policies(model)
     forms = (policy, unit_policy(policy), step_policy(policy))
-    return any(applied in forms for applied in fsdp2.mixed_precision_policies(model))
+    return not applied or any(form in applied for form in forms)
 
 
-def describe_dtypes(
-    plugin: Precision, dtypes: Dtypes, policy: MixedPrecisionPolicy | None
-) -> dict[str, str]:
-    """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
+def describe_dtypes(plugin: Precision, dtypes: Dtypes) -> dict[str, str]:
+    """The Trainer's precision, and the dtypes that result."""
     held = {dtype for dtype in dtypes.held if dtype.is_floating_point}
-    computed_in = dtypes.computed
-    way = "the units' policy"
-    if not computed_in and isinstance(plugin, MixedPrecision):
-        computed_in = {FSDP2_PRECISIONS[plugin.precision]}
-        way = "torch.autocast"
-    elif not computed_in:
-        computed_in = held
-        way = "the parameters' own"
-    output = None
-    if policy is not None:
-        output = policy.output_dtype
+    in_autocast = set[torch.dtype]()
+    if isinstance(plugin, MixedPrecision):
+        in_autocast.add(FSDP2_PRECISIONS[plugin.precision])
     return {
         "trainer": str(plugin.precision),
         "parameters": _names(held),
-        "computation": f"{_names(computed_in)} ({way})",
-        "reduction": _names(dtypes.reduced or dtypes.trained),
-        "output": str(output or "as computed"),
+        "computation": _names(dtypes.computed or in_autocast or held),
+        "reduction": _names(dtypes.reduced),
     }
 
 
-def _names(dtypes: Iterable[torch.dtype | None]) -> str:
+def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes))) or "none"
