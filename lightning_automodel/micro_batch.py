@@ -264,40 +264,34 @@ class MicroBatches:
         """
         output = self._step.output
         self._step.output = None
-        if output is None:
-            return self._take_given_count(kwargs), 1, None
-        count: Count = 0
-        if self.ahead is None and not self.inputs.is_filler:
-            count = self._checked_count(output)
-        elif self.ahead is not None and not self.inputs.is_filler:
-            count = self.ahead.count
-            if has_count(output):
-                reads = self.windows.last_step is None
-                self.weighting.check_counted_ahead(self._step.batch, output, count, reads_device=reads)
-        if self._num_to_advise > 0:
-            self.advice.about_count(self.module, self.weighting, output)
-        aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
-        return count, self.module.trainer.accumulate_grad_batches, aux_loss
-
-    def _take_given_count(self, kwargs: dict[str, Any]) -> Count:
-        """As :meth:`_take_count`, under manual optimization."""
-        kwargs.pop("optimizer", None)
-        given = None
-        if "num_label_tokens" in kwargs:
-            given = {"num_label_tokens": kwargs.pop("num_label_tokens")}
+        divided_by = 1
+        aux_loss = None
+        if output is not None:
+            divided_by = self.module.trainer.accumulate_grad_batches
+            aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
+            if self._num_to_advise > 0:
+                self.advice.about_count(self.module, self.weighting, output)
+        else:
+            kwargs.pop("optimizer", None)
+            if "num_label_tokens" in kwargs:
+                output = {"num_label_tokens": kwargs.pop("num_label_tokens")}
+            elif self.weighting.per_token_loss and not self.inputs.is_filler:
+                self._check_not_counted_before()
         if self.inputs.is_filler:
-            return 0
-        if given is None and self.weighting.per_token_loss:
-            self._check_not_counted_before()
-        return self._checked_count(given)
-
-    def _checked_count(self, output: Any) -> Count:
+            return 0, divided_by, aux_loss
+        is_first_window = self.windows.last_step is None
+        if self.ahead is not None:
+            if has_count(output):
+                self.weighting.check_counted_ahead(
+                    self._step.batch, output, self.ahead.count, reads_device=is_first_window
+                )
+            return self.ahead.count, divided_by, aux_loss
         if self.context is not None:
             self.context.check_count(output)
         count = self.weighting.count(self._step.batch, output)
-        if isinstance(count, Tensor) and self.windows.last_step is None:
-            check_range(count.item())  # in the first window, which may read the device
-        return count
+        if isinstance(count, Tensor) and is_first_window:
+            check_range(count.item())
+        return count, divided_by, aux_loss
 
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.

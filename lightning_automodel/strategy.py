@@ -645,9 +645,9 @@ class AutomodelStrategy(ParallelStrategy):
         if not run.windows.unfinished:
             run.check_parameters()
         output = run.micro_batches.training_step(super().training_step, args, kwargs)
+        stops_by_hand = self._stops and not self._module.automatic_optimization
         # Where no gradients are held, or an epoch ends, no optimizer may step any more by hand.
-        may_step = run.holds_gradients() and not is_last_batch(trainer)
-        if self._stops and not (may_step or self._module.automatic_optimization):
+        if stops_by_hand and (is_last_batch(trainer) or not run.holds_gradients()):
             self._end_window()
         return output
 
