@@ -81,7 +81,13 @@ class RankAgreement:
         totals, others, num_ranks = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
-        self._compare(own, others[:2], num_ranks)
+        on_host = others[:2].to("cpu", non_blocking=True)
+        if others.device.type == "cpu":
+            _check(own, on_host, num_ranks)
+        else:
+            event = torch.accelerator.current_stream().record_event()
+            self._unchecked.append((own, on_host, num_ranks, event))
+            self.check_earlier(waits=False)
         unused: list[nn.Parameter] = []
         if others.device.type == "cpu" or not all(uses):
             num_users = others[2:].tolist()
@@ -104,16 +110,6 @@ class RankAgreement:
         if self._divisor > 1:
             dist.all_reduce(both, group=self._group)
         return both[:3], both[3:], self._group.size()
-
-    def _compare(self, own: Position, sums: Tensor, num_ranks: int) -> None:
-        """Compare ranks by the [2] ``sums`` of their positions, or note to do so later."""
-        if sums.device.type != "cpu":
-            on_host = sums.to("cpu", non_blocking=True)
-            event = torch.accelerator.current_stream().record_event()
-            self._unchecked.append((own, on_host, num_ranks, event))
-            self.check_earlier(waits=False)
-        else:
-            _check(own, sums, num_ranks)
 
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.

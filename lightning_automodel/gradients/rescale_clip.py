@@ -78,24 +78,6 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
     return factor.masked_fill_(~is_sum, math.nan)
 
 
-def divide_(
-    parameters: list[nn.Parameter], denominator: Tensor | None, divisor: int, scale: Tensor | None
-) -> None:
-    """Multiply the gradients of a window by D / N, and divide them by the ``scale`` [] of their losses, if any.
-
-    ``denominator`` is N; None if the losses were divided by it. Not a collective, no host read.
-    """
-    if denominator is not None:
-        factor = gradient_factor(denominator, divisor)
-    elif scale is not None:
-        factor = torch.ones_like(scale)
-    else:
-        return
-    if scale is not None:
-        factor = factor / scale
-    scale_gradients_(parameters, factor)
-
-
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
     """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
 
@@ -136,7 +118,7 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     parameters = list_parameters(model)
     for parameter in parameters:
         lay_out_gradient(parameter)
-    for grads in _local_gradients(parameters):
+    for grads in _local_parts(parameter.grad for parameter in parameters):
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
@@ -181,13 +163,13 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 
 
 @torch.no_grad()
-def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
+def scale_(gradients: Iterable[Tensor | None], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
     The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
     product to the dtype of the gradients.
     """
-    for grads in _local_gradients(parameters):
+    for grads in _local_parts(gradients):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         local_factor = factor.to(grads[0].device, dtype)
         if foreach and dtype == grads[0].dtype and not grads[0].is_sparse:
@@ -195,6 +177,11 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
             continue
         for grad in grads:
             grad.copy_(grad.to(dtype) * local_factor)
+
+
+def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
+    """:func:`scale_` for what stands in ``.grad``."""
+    scale_((parameter.grad for parameter in parameters), factor, foreach)
 
 
 @torch.no_grad()
@@ -269,7 +256,7 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all gradient elements, on ``device``."""
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
-    for grads in _local_gradients(parameters):
+    for grads in _local_parts(parameter.grad for parameter in parameters):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
@@ -292,11 +279,10 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.to(device)
 
 
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:
+def _local_parts(gradients: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
     """This rank's parts of the gradients, those of one device, dtype and layout together. Under ``torch.no_grad()``."""
     groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        grad = parameter.grad
+    for grad in gradients:
         if isinstance(grad, DTensor):
             grad = grad.to_local()
         if grad is not None:

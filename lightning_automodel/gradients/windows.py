@@ -306,9 +306,9 @@ class GradientWindows:
         totals, unused = self.agreement.sum_over_ranks(window, position, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
-        denominator: Tensor | None = totals[0]
+        factor = rescale_clip.gradient_factor(totals[0], self.divisor)
         if (ahead := window.ahead) is not None:
-            denominator = None  # its losses were divided by it
+            factor = torch.ones_like(factor)  # its losses were multiplied by it
             if window.num_micro_batches != ahead.own_micro_batches:
                 raise RuntimeError(
                     f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
@@ -317,7 +317,9 @@ class GradientWindows:
                     " training_step must return a loss for each batch, and neither accumulate_grad_batches"
                     " nor gradients may change in mid-window."
                 )
-        rescale_clip.divide_(backward.final, denominator, self.divisor, window.scale)
+        if window.scale is not None:
+            factor = factor / window.scale
+        rescale_clip.scale_(map(GRAD.__get__, backward.final), factor)
         return totals
 
     def put_back(self, backward: BackwardPass) -> None:

@@ -24,6 +24,7 @@ FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 
 _IS_SHARDED = attrgetter("is_sharded")
+_GATHER_RESULT = attrgetter("_all_gather_result")
 _CONTEXT = attrgetter("comm_ctx")
 _ORDER = attrgetter("post_forward_order")
 
@@ -256,7 +257,7 @@ class Unit:
     @property
     def is_pending(self) -> bool:
         """Whether an all-gather was started, and not waited for yet."""
-        return any(group._all_gather_result is not None for group in self.groups)
+        return any(map(_GATHER_RESULT, self.groups))
 
     def gather(self) -> None:
         """Gather its parameters, unless they are. A collective if not."""

@@ -179,6 +179,7 @@ class GatheredUnit(fsdp2.Unit):
         # uses for the first time in its last micro-batch, too.
         for group in self.groups:
             fsdp2.make_unsharded(group)
+        self._shards = [param.sharded_param for param in self.params]
         self._copies: list[Any] = []
         for param in self.params:
             make_gathered(param.unsharded_param, param.sharded_param, self)
@@ -240,7 +241,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def _versions(self) -> list[int]:
         with plain_access():
-            return versions(param.sharded_param for param in self.params)
+            return versions(self._shards)
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what was gathered of them."""
