@@ -18,7 +18,6 @@ from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.precisions import ACCUMULATE, WideLossModule, decoder, loop, precision_options
 from tests.trainer.runs import first_by_default, loader, make_trainer
 
-NAMES = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 DDP = {"data_parallel": "ddp"}
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -52,7 +51,7 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
             (
                 "engine",
                 {},
-                f"TransformerEnginePrecision: choose Trainer(precision=...) from {NAMES}, or data_",
+                "does not work with TransformerEnginePrecision: choose Trainer(precision=...) from",
             ),
             ("16-mixed", policy(FP16), "nothing"),
             ("bf16-true", policy(None), "nothing"),
@@ -147,7 +146,7 @@ def test_said_once(
     assert bool(raised) == bool(error)
     assert error in raised
     assert len(told) == bool(said)
-    assert all(text.startswith(said) for text in told)
+    assert all(said in text for text in told)
     assert silent == []
 
 
