@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
-from tests.projects import newer_projects, projects
+from tests.projects import projects
 from tests.trainer.exactness import full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
@@ -40,12 +40,7 @@ COUNTING = ("per_token_loss", "count", "count_label_tokens")
 
 
 class Recorder(Callback):
-    """Trains with SGD, and keeps weights at both ends of a fit and whether validation ran.
-
-    Attributes:
-        keeps_optimizer: Whether the project's own optimizer trains.
-        learning_rate: Of SGD.
-    """
+    """Trains with SGD unless a project keeps its optimizer, and keeps weights at both ends of a fit."""
 
     def __init__(self) -> None:
         self.before: dict[str, Tensor] = {}
@@ -220,7 +215,7 @@ def main(name: str, directory: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, Any]] = {}
     recorders: dict[str, Recorder] = {}
-    project = getattr(projects, name, None) or getattr(newer_projects, name)
+    project = getattr(projects, name)
     for way in WAYS:
         result = results[way] = {}
         try:

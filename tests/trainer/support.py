@@ -32,14 +32,9 @@ ACCUMULATE = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks hold the model.
+    """How ranks hold the model: `num_ranks` have different data, `tensor` and `context` ranks share each batch.
 
-    Attributes:
-        options: For `AutomodelStrategy`.
-        num_ranks: Ranks that hold different data.
-        tensor: Ranks that compute each micro-batch together.
-        mesh: Names of the dimensions of a mesh that the caller builds.
-        context: Ranks that share each batch.
+    `mesh` names the dimensions of a mesh that the caller builds.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -68,16 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Feature:
-    """What is switched on.
-
-    Attributes:
-        options: For `AutomodelStrategy`.
-        trainer: For `Trainer`.
-        clip: What the plain loop does to its gradients.
-        prepare: What is done to the model before it is trained, on both sides.
-        compile_blocks: Whether blocks are compiled.
-        manual: Whether the module optimizes by hand.
-    """
+    """What is switched on: of the strategy, the Trainer, the plain loop's gradients, and the model on both sides."""
 
     options: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
