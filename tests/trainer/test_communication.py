@@ -1,4 +1,4 @@
-"""Collectives of one steady optimizer step, counted at the dispatcher, and host reads, of which there are none.
+"""Collectives of one steady optimizer step, counted at the dispatcher; `tests/second_device` counts host reads.
 
 The module has U FSDP units: its blocks, and the root with what is left. Lightning's own broadcast of its
 SIGTERM flag comes before the counted part of a micro-batch.
@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +26,6 @@ CASE = Case(seed=2, telling="labels", num_batches=15)
 GATHER = "_allgather_base_"
 SCATTER = "_reduce_scatter_base_"
 REDUCE = "allreduce_"
-HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
 class _Counts(TorchDispatchMode):
@@ -154,31 +152,3 @@ def test_ddp(pool2: RankPool) -> None:
     """One all-reduce for the only bucket, one for the token count."""
     for ops in pool2.run(_count, {"data_parallel": "ddp"}, 5):
         assert ops["collectives"] == ops[REDUCE] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "trainer_options", "host_reads"),
-    [
-        ({"reshard_during_accumulation": True}, {"gradient_clip_val": 0.1}, 0),
-        ({"reshard_during_accumulation": True, "track_grad_norm": True}, {}, 0),
-        ({"data_parallel": "ddp", "track_grad_norm": True}, {}, 0),
-        ({"data_parallel": "ddp", "error_if_nonfinite": True}, {}, 1),
-    ],
-)
-def test_no_host_reads(
-    pool2: RankPool, options: dict[str, Any], trainer_options: dict[str, Any], host_reads: int
-) -> None:
-    """Nothing in a steady window waits for the device, but for the one read that `error_if_nonfinite` is."""
-    for ops in pool2.run(_count, options, 3, **trainer_options):
-        assert sum(ops[name] for name in HOST_READS) == host_reads
-
-
-def _reads_of_item() -> int:
-    with _Counts() as counts:
-        torch.ones(()).item()
-    return sum(counts.ops[name] for name in HOST_READS)
-
-
-def test_host_reads_are_seen() -> None:
-    """The counter of host reads counts one."""
-    assert _reads_of_item() == 1
