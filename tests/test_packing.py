@@ -129,4 +129,4 @@ def test_trained_on_ranks(pool2: RankPool) -> None:
         parameter.grad.div_(count)
     optimizer.step()
     for weights in pool2.run(fit_packed):
-        assert weight_error(Outcome(weights, None), prefixed(full_weights(model))) <= TOLERANCE
+        assert weight_error(Outcome(weights), prefixed(full_weights(model))) <= TOLERANCE

@@ -181,4 +181,4 @@ def fit(
 
 def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest deviation of a weight, relative to the largest weight of its tensor."""
-    return weight_error(Outcome(weights, None), Outcome(expected, None))
+    return weight_error(Outcome(weights), Outcome(expected))

@@ -46,10 +46,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The full weights by name that a run left behind."""
+    """The full weights by name that a run left behind; nothing else, which some callers say by a None."""
 
     weights: dict[str, Tensor]
-    last_step: None = None
+    nothing_else: None = None
 
 
 class Block(nn.Module):

@@ -119,4 +119,4 @@ def differ_by_rank(model: nn.Module) -> None:
 
 def prefixed(weights: dict[str, Tensor]) -> Outcome:
     """Weights of a model as those of the module that holds it."""
-    return Outcome({f"model.{name}": weight for name, weight in weights.items()}, None)
+    return Outcome({f"model.{name}": weight for name, weight in weights.items()})

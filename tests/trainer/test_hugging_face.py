@@ -66,7 +66,7 @@ def fit(
 
 
 def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights, None), prefixed(expected))
+    return weight_error(Outcome(weights), prefixed(expected))
 
 
 def tiny_llava() -> nn.Module:

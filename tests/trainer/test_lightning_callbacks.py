@@ -80,7 +80,7 @@ def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Tra
 
 
 def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None:
-    assert weight_error(Outcome(weights, None), Outcome(train_plainly(windows), None)) <= TOLERANCE
+    assert weight_error(Outcome(weights), Outcome(train_plainly(windows))) <= TOLERANCE
 
 
 class Summarised(ModelModule):
@@ -230,7 +230,7 @@ def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     """A spike on one rank ends all of them; without one, training is what it was."""
     expected = train_plainly(EPOCH, GAPLESS)
     for weights in pool2.run(_detect_spikes, engine, -1, str(tmp_path)):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
     assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
 
@@ -340,7 +340,7 @@ def test_resume_with_learning_rate_finder(pool2: RankPool, tmp_path: Path, engin
     """The run goes on where it was saved, though the search has trained before the checkpoint is loaded."""
     for batches, weights, undisturbed in pool2.run(_resume_with_finder, engine, str(tmp_path)):
         assert batches == list(range(2, GAPLESS.num_batches))
-        assert weight_error(Outcome(weights, None), Outcome(undisturbed, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(undisturbed)) <= TOLERANCE
 
 
 def _prune(engine: str) -> Any:
@@ -374,7 +374,7 @@ def test_model_pruning(pool2: RankPool) -> None:
     for module, name in names:
         prune.remove(module, name)
     for weights in pool2.run(_prune, "ddp"):
-        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(full_weights(model))) <= TOLERANCE
         assert any((weight == 0).any() for weight in weights.values())
     for message in pool2.run(_prune, "fsdp2"):
         assert "which FSDP2 would not gather" in message

@@ -92,7 +92,7 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     assert min(norms) > CLIP_NORM
 
     for weights, grad_norm, held, generated, described in pool2.run(fit, options, adapter):
-        assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
+        assert weight_error(Outcome(weights), prefixed(expected)) <= TOLERANCE
         assert all(
             torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before
         )

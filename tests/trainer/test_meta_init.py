@@ -141,7 +141,7 @@ def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_option
     assert (strategy.describe()["tensors_created_without_values"] > 0) == (where != "values")
     assert module.model.head.weight is module.model.embedding.weight
     assert all(tensor.dtype == torch.float64 for tensor in (*module.parameters(), *module.buffers()))
-    return Outcome(full_weights(module), None)
+    return Outcome(full_weights(module))
 
 
 @pytest.mark.parametrize("where", first_by_default(["meta", "values"]))
@@ -226,7 +226,7 @@ def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes
         trainer.fit(module)
         trainer.save_checkpoint(path)
     make_trainer(AutomodelStrategy(**options), **kwargs, max_epochs=2).fit(module, ckpt_path=path)
-    return Outcome(full_weights(module), None)
+    return Outcome(full_weights(module))
 
 
 def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool], strict: bool) -> Any:

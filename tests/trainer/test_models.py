@@ -135,7 +135,7 @@ def test_auto_wrap_policy(pool2: RankPool, policy: str, units: list[str]) -> Non
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
     for weights, found in pool2.run(_units_of_policy, policy):
         assert found == units
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class SkipsABlock(TinyDecoder):

@@ -110,7 +110,7 @@ def check(cell: Cell, pool: RankPool) -> Status:
             status = ("refused", outcome)
         else:
             assert refusal is None, "expected to be refused, but trained"
-            error = weight_error(Outcome(outcome, None), Outcome(expected_weights(cell), None))
+            error = weight_error(Outcome(outcome), Outcome(expected_weights(cell)))
             assert error <= PRECISIONS[cell.precision], f"off by {error:.1e}"
             status = ("passed", "")
     return status
@@ -120,8 +120,8 @@ def check(cell: Cell, pool: RankPool) -> Status:
 def test_the_widest_tolerance_still_bites(layout: str) -> None:
     """Another window length moves the weights farther than any precision may be off."""
     cell = Cell(layout, "bf16-mixed", "accumulation, short window")
-    wrong = Outcome(expected_weights(cell, accumulate=1), None)
-    assert weight_error(wrong, Outcome(expected_weights(cell), None)) > 2 * max(PRECISIONS.values())
+    wrong = Outcome(expected_weights(cell, accumulate=1))
+    assert weight_error(wrong, Outcome(expected_weights(cell))) > 2 * max(PRECISIONS.values())
 
 
 def as_markdown(found: dict[Cell, Status]) -> str:
