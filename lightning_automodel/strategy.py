@@ -609,7 +609,7 @@ class AutomodelStrategy(ParallelStrategy):
         processed = self._run.inputs.process(dataloader)
         if self._resume is None:
             return processed
-        return self._resume.process_dataloader(processed)
+        return self._resume.loaders.take(processed)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 

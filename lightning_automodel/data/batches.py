@@ -216,7 +216,8 @@ class TrackedLoader:
             if number >= self.num_certain:
                 handle.sent = PendingGather(self._group, not handle.is_filler)
             if handle.is_filler and not handle.ranks_without():
-                self._check_evaluated(number)
+                if number == 0 and self.uneven == JOIN:
+                    raise ValueError(without_evaluation_data([self._group.rank()]))
                 return
             if handle.is_filler and self.uneven == ERROR:
                 raise RuntimeError(_ended(handle.ranks_without(), self._group.size(), number))
@@ -229,15 +230,6 @@ class TrackedLoader:
             if self.count is not None and not (handle.is_none or handle.is_filler):
                 handle.count = self.count(batch)
             yield handle, batch
-
-    def _check_evaluated(self, number: int) -> None:
-        """Raise ValueError if this rank's evaluation has ended after no batch."""
-        if number == 0 and self.uneven == JOIN:
-            raise ValueError(
-                f"The evaluation data of rank {self._group.rank()} holds no batch, while other ranks may have"
-                " some, whose steps this rank could not join: give each rank at least one batch, or start"
-                " fewer ranks."
-            )
 
     def _make_padding(self, batch: Any, ranks_without: list[int]) -> Any:
         """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
@@ -264,6 +256,14 @@ def _ended(ended: list[int], num_ranks: int, number: int) -> str:
         f" Trainer(limit_train_batches={number}), or let a rank whose data has ended take part without"
         " effect: AutomodelStrategy(uneven_inputs='pad'). A loader that leaves batches out yields fewer than"
         " its len(): leave samples out of the dataset instead."
+    )
+
+
+def without_evaluation_data(numbers: list[int]) -> str:
+    """What to raise where the ranks of these ``numbers`` have not a single batch."""
+    return (
+        f"The evaluation data holds no batch for {ranks(numbers)}, which could not join the steps of others that"
+        " have some: evaluate at least one sample a rank, or start fewer ranks."
     )
 
 

@@ -1,6 +1,5 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from lightning_automodel.data.batches import (
     is_stateful,
     ranks,
     unwrap_loader,
+    without_evaluation_data,
 )
 from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
 from lightning_automodel.data.padding import ModuleState, log_neutral
@@ -132,10 +132,7 @@ class UnevenInputs:
             return loader
         if not self.is_training:
             if empty := [rank for rank, length in enumerate(lengths) if length == 0]:
-                raise ValueError(
-                    f"The evaluation data holds no batch for {ranks(empty)}, which could not join the steps of the"
-                    " others: evaluate at least one sample a rank, or start fewer ranks."
-                )
+                raise ValueError(without_evaluation_data(empty))
             self._uneven.add(self._stage)
             return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
         if pads and (problem := self._against_padding(loader)) is not None:
@@ -369,10 +366,10 @@ class UnevenInputs:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if self._is_in_step and self.is_training and not progress.is_last_batch:
             return
-        shape = tuple(tensor.shape)
-        if PendingGather(self._group, zlib.crc32(repr(shape).encode())).received().unique().numel() > 1:
+        shapes = gather_objects(tuple(tensor.shape), self._group)
+        if len(set(shapes)) > 1:
             raise ValueError(
-                f"self.all_gather() of tensors of the shapes {gather_objects(shape, self._group)}: no sample"
+                f"self.all_gather() of tensors of the shapes {shapes}: no sample"
                 " is repeated, so that ranks may have unequally many. Pad them to one size, or call"
                 " gather_all_tensors of torchmetrics.utilities.distributed, which takes unequal sizes, in"
                 " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"

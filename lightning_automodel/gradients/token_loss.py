@@ -270,7 +270,7 @@ def count_samples(batch: Any) -> int:
     Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing
     else.
     """
-    tensors = list(tensors_in(batch))
+    tensors = tensors_in(batch)
     sizes = [
         tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)
     ]

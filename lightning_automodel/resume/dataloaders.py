@@ -49,7 +49,9 @@ class TrainingLoaders:
         self._recorders: list[RecordingSampler] = []
 
     def take(self, processed: Any) -> Any:
-        """What to iterate instead of a training loader, if it has states. Indices that torch draws are recorded."""
+        """What to iterate instead of a loader. Of one to train on, states are kept, or indices that torch draws."""
+        if not self._trainer.training:
+            return processed
         loader = unwrap_loader(processed)
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
@@ -82,19 +84,24 @@ class TrainingLoaders:
     def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
         loader = unwrap_loader(tracked)
         generators, samplers = rng.own_states(loader)
-        found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
+        kind, length, batch_size = _identity(loader)
+        found: dict[str, Any] = {
+            "kind": kind,
+            "length": length,
+            "batch_size": batch_size,
+            "generators": generators,
+            "samplers": samplers,
+        }
         if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs a loader is at the end of one, and starts over.
-        if at.is_iterated and found["kind"] == STATE:
+        if at.is_iterated and kind == STATE:
             validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
             if tracked.is_peeked or any(other is loader for other in validated):
                 found["kind"] = NOTHING  # the state is that of the other iteration
             else:
                 found["state"] = tracked.state_before(at.batches)
         if at.is_iterated and (recorder := _recorder(loader)) is not None:
-            found["length"] = sized_len(loader)
-            found["batch_size"] = _batch_size(loader)
             begun = at.batches
             if recorder.iteration is not None:
                 begun = recorder.iteration[1]
@@ -124,12 +131,7 @@ class TrainingLoaders:
     @staticmethod
     def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
-        now = [
-            (INDICES, sized_len(loader), _batch_size(loader))
-            if _kind(loader) == INDICES
-            else (_kind(loader), None, None)
-            for loader in loaders
-        ]
+        now = [_identity(loader) for loader in loaders]
         then = [
             (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
         ]
@@ -165,14 +167,14 @@ def _begins_anew(loader: Any) -> bool:
     return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
 
 
-def _kind(loader: Any) -> str:
-    if is_stateful(loader) and isinstance(innermost_sampler(loader), DistributedSamplerWrapper):
-        return NOTHING  # Lightning's, around a sampler whose order is no part of the loader's state
-    if is_stateful(loader):
-        return STATE
-    if _recorder(loader) is None:
-        return NOTHING
-    return INDICES
+def _identity(loader: Any) -> tuple[str, int | None, int | None]:
+    """What a loader goes on by within an epoch, and, if by indices, its length and batch size."""
+    if _recorder(loader) is not None:
+        return INDICES, sized_len(loader), getattr(loader.batch_sampler, "batch_size", None)
+    # Lightning's wrapper is around a sampler whose order is no part of the loader's state.
+    if is_stateful(loader) and not isinstance(innermost_sampler(loader), DistributedSamplerWrapper):
+        return STATE, None, None
+    return NOTHING, None, None
 
 
 def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
@@ -190,10 +192,6 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
         loader.load_state_dict(position["state"])
     if (recorder := _recorder(loader)) is not None and "iteration" in position:
         recorder.repeat(position["iteration"], position["yielded"])
-
-
-def _batch_size(loader: Any) -> int | None:
-    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
 def _recorder(loader: Any) -> RecordingSampler | None:

@@ -80,7 +80,7 @@ class Resume:
         self._holds_averages = weight_averaging.save_unswapped(self._module, patches)
         self._say = say
         self._patches = patches
-        self._loaders = dataloaders.TrainingLoaders(trainer, self._device, self._window_start)
+        self.loaders = dataloaders.TrainingLoaders(trainer, self._device, self._window_start)
         self._first_flags = snapshot.flags(self._module)
         self._flags_before_validation: dict[str, Any] = {}
         evaluate = self._module.on_validation_model_eval
@@ -94,10 +94,6 @@ class Resume:
         self._can_resume = True
         self._has_stopped_before_validation = False
         self._final: dict[str, Any] | None = None  # where the fit ended
-
-    def process_dataloader(self, loader: Any) -> Any:
-        """What to iterate instead of a loader. Positions of training loaders are kept."""
-        return self._loaders.take(loader) if self._trainer.training else loader
 
     def on_checkpoint_loaded(self) -> None:
         """The Trainer has loaded the checkpoint to resume from, if any: what is loaded later are weights."""
@@ -148,7 +144,7 @@ class Resume:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
         if self._has_started and self._final is None:
             self._final = self._now()
-        self._loaders.close()
+        self.loaders.close()
 
     def add_to(
         self,
@@ -181,18 +177,17 @@ class Resume:
         """Tell what a run that resumes from ``own`` state does not repeat exactly, or cannot do."""
         at = self._position()
         if at.stage == loops.EPOCH:
-            if at.epochs > 0 and self._loaders.begin_anew:
+            if at.epochs > 0 and self.loaders.begin_anew:
                 self._say(BEGINS_ANEW)
             return
         if any(loader["kind"] == dataloaders.NOTHING for loader in own["loaders"]):
             self._say(WITHOUT_POSITION)
         if self.is_within_window or (at.stage == loops.STEP and self._trainer.validating):
             self._say(REPEATS)
-        elif self._holds_gradients() or self._is_within_manual_step(at):
+            return
+        is_within_step = self._progress.current.processed < at.batches
+        if self._holds_gradients() or (is_within_step and not self._module.automatic_optimization):
             self._say(HELD)
-
-    def _is_within_manual_step(self, at: loops.Position) -> bool:
-        return not self._module.automatic_optimization and self._progress.current.processed < at.batches
 
     def _position(self) -> loops.Position:
         return loops.position(self._trainer, self._has_stopped_before_validation)
@@ -222,7 +217,7 @@ class Resume:
             "logged": logged,
             "random": rng.global_states(self._device),
             "generators": {name: each.get_state() for name, each in rng.generators_of(self._module).items()},
-            "loaders": self._loaders.positions(at),
+            "loaders": self.loaders.positions(at),
             "buffers": snapshot.unsaved_buffers(self._module, self._first_buffers, self._holds_averages()),
             "metrics": snapshot.metrics(self._module, self._reset_next(at)),
             # A resumed run may set the others differently.
@@ -291,7 +286,7 @@ class Resume:
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = loops.saved_position(loaded)
         self._logged = loaded["logged"]
-        self._loaders.start(loaded["loaders"], at)
+        self.loaders.start(loaded["loaders"], at)
         unknown = snapshot.restore(self._module, loaded, self._device)
         if unknown:
             self._say(

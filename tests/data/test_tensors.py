@@ -1,4 +1,4 @@
-"""Tensors of a batch are visited, and its containers are not built anew: some check what they are built of."""
+"""Tensors of a batch are found in its containers, of which some check what they are built of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def test_order_and_kinds() -> None:
 
 
 def test_samples_of_a_dataclass_that_checks_itself() -> None:
-    """`apply_to_collection` with a function that returns nothing would set its fields to None."""
     assert count_samples(Checked(torch.zeros(3, 2), ["a", "b", "c"])) == 3
 
 

@@ -101,9 +101,7 @@ def test_what_ends_together_is_left_alone(pool2: RankPool, is_stream: bool) -> N
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 def test_a_rank_without_a_batch_is_told(pool2: RankPool, is_stream: bool) -> None:
-    with pytest.raises(
-        RankError, match="rank 1 holds no batch" if is_stream else "no batch for rank 1"
-    ) as raised:
+    with pytest.raises(RankError, match="no batch for rank 1") as raised:
         pool2.run(_run, "validate", FSDP2, (2, 0), is_stream, {})
     assert set(raised.value.failures) == {0, 1}
 
