@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.distributed.failures import list_ranks
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 
 _END = object()
@@ -269,7 +269,7 @@ def without_evaluation_data(numbers: list[int]) -> str:
 
 def ranks(numbers: list[int]) -> str:
     """The ranks of these ``numbers``, in words."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {list_ranks(numbers)}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {list_first(numbers)}"
 
 
 def is_stateful(loader: Any) -> bool:

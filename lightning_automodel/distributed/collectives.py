@@ -51,9 +51,9 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     running = heart.current()
     if running is None:
         store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
-        meeting.meet(store, at, group_rank(), ranks, limit_s=limit_s)
+        meeting.meet(store, at, group_rank(), ranks, None, limit_s)
     else:
-        running.meet(at, ranks, limit_s=limit_s)
+        running.meet(at, ranks, None, limit_s)
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:

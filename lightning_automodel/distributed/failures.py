@@ -125,7 +125,7 @@ def is_communication_error(exception: BaseException) -> bool:
     return False
 
 
-def list_first(items: Sequence[Any], most: int) -> str:
+def list_first(items: Sequence[Any], most: int = LONGEST_LIST) -> str:
     """The first ``most`` of ``items``, and how many more there are."""
     first = ", ".join(map(str, items[:most]))
     if len(items) > most:
@@ -133,27 +133,18 @@ def list_first(items: Sequence[Any], most: int) -> str:
     return first
 
 
-def list_ranks(ranks: Sequence[int]) -> str:
-    """The first of ``ranks``, and how many more there are."""
-    return list_first(ranks, LONGEST_LIST)
-
-
 def missing_ranks(
     missing: Sequence[int], first: Record, reader: int, at: str, waited_s: float
 ) -> RankFailure:
     """The failure to report for ranks that have not come to the meeting ``at``: that of the ``first`` one."""
     message = (
-        f"rank {reader} waited {waited_s:.1f} s at {at} for ranks {list_ranks(missing)}: stopped, dead, cut off, or"
+        f"rank {reader} waited {waited_s:.1f} s at {at} for ranks {list_first(missing)}: stopped, dead, cut off, or"
         " not arrived yet"
     )
-    return RankFailure(missing[0], first.host, describe(first), MISSING, message)
-
-
-def describe(record: Record) -> str:
-    """The hook and the line that a rank is in, as far as it has said so."""
-    if not record.position:
-        return record.where
-    return f"{record.where}, at {record.position}"
+    where = first.where
+    if first.position:
+        where += f", at {first.position}"
+    return RankFailure(missing[0], first.host, where, MISSING, message)
 
 
 def silence(rank: int, record: Record, reader: int) -> RankFailure | None:

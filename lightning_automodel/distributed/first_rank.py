@@ -142,16 +142,17 @@ def _meetings(
     at_end.callback(meeting.linger, running.store, end, rank, members, LINGER_S)
     try:
         entry = f"the entry to {name} {path}"
-        nodes = running.meet(entry, members, node_of(rank), timeout.total_seconds())
-        peers = peers_of(rank, dict(zip(members, nodes, strict=True)), scope)
+        own = node_of(rank)
+        nodes = zip(members, running.meet(entry, members, own, timeout.total_seconds()), strict=True)
+        peers = [member for member, node in nodes if scope == "global" or node == own]
         first = min(peers)
         after_work = f"the work of rank {first} in {name} {path}"
         if rank != first:
-            running.meet(after_work, peers, limit_s=LONGEST_WORK_S)
+            running.meet(after_work, peers, None, LONGEST_WORK_S)
         yield rank == first
         if rank == first:
-            running.meet(after_work, peers, limit_s=LONGEST_WORK_S)
-        running.meet(end, members, limit_s=LONGEST_WORK_S)
+            running.meet(after_work, peers, None, LONGEST_WORK_S)
+        running.meet(end, members, None, LONGEST_WORK_S)
     except BaseException as error:
         with suppress(dist.DistError, OSError):
             meeting.post(running.store, RankFailure.from_exception(error, rank, name))
@@ -165,8 +166,3 @@ def node_of(rank: int) -> str:
     if local_rank is not None:  # ranks of a node are consecutive
         name += f" from rank {rank - local_rank}"
     return name
-
-
-def peers_of(rank: int, nodes: dict[int, str], scope: Scope) -> list[int]:
-    """Ranks on the node of ``rank``, or all for scope ``"global"``: the lowest goes first. ``nodes`` are by rank."""
-    return [other for other, node in nodes.items() if scope == "global" or node == nodes[rank]]

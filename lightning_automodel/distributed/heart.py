@@ -132,9 +132,7 @@ class Heart:
         if self.failure is not None:
             raise RankFailedError(self.failure)
 
-    def meet(
-        self, at: str, ranks: Sequence[int], value: Any = None, limit_s: float = float("inf")
-    ) -> list[Any]:
+    def meet(self, at: str, ranks: Sequence[int], value: Any, limit_s: float) -> list[Any]:
         """`meeting.meet` in :attr:`store`, which RankFailedError also ends if this rank learns of a failure."""
         self.raise_failure()  # before it says that it has come
         try:
@@ -195,7 +193,7 @@ class Heart:
             if self.failure is None:
                 self._say()  # that this rank has left
         except (dist.DistError, OSError) as error:
-            if not self.is_over.is_set() and not self._host.has_left:  # else there is no failure to tell of
+            if not self.is_over.is_set():  # else there is no failure to tell of
                 self.lose_store(failures.how_lost(error))
             self.is_over.set()
         except Exception as error:
@@ -226,7 +224,11 @@ class Heart:
     def _watch_next(self) -> None:
         """Watch the rank before the one that was watched so far."""
         self._watched = self.ranks[self.ranks.index(self._watched) - 1]
-        self._heard = Record()
+        self._note(Record())
+
+    def _note(self, record: Record) -> None:
+        """Note the newest record of the watched rank."""
+        self._heard = record
         self._heard_at = self.clock()
         self._missed = 0
 
@@ -239,9 +241,7 @@ class Heart:
             if own.step > record.step and own.training == record.training and not own.has_ended:
                 self.post(failures.left_behind(self._watched, record, self.rank, own.step))
         elif record != self._heard:
-            self._heard = record
-            self._heard_at = self.clock()
-            self._missed = 0
+            self._note(record)
         else:
             self._missed += 1
             self._judge(record)

@@ -26,11 +26,7 @@ from lightning_automodel.distributed.failures import (
     lost_store,
 )
 from lightning_automodel.distributed.last_resort import limited
-from lightning_automodel.distributed.store import (
-    another_connection,
-    family_of,
-    launcher_hosts_store,
-)
+from lightning_automodel.distributed.store import another_connection, launcher_hosts_store
 
 POLL_S = 0.05
 RESOLVING_S = 5.0
@@ -135,10 +131,10 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
     Waits until the deadline, on the monotonic clock, and for ever if what listens there is not a store.
     """
     if found.address is None:
-        store: dist.Store = next(
+        opened: dist.Store = next(
             dist.rendezvous(found.method, found.rank, found.world_size, timeout=timeout)
         )[0]
-        return store
+        return opened
     host, port = found.address
     if found.hosts_store:
         # A pod's own name may be new; a ``TCPStore`` would try for its whole timeout.
@@ -146,7 +142,7 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
     else:
         # A ``TCPStore`` would try for more than twice the timeout, and flood the log.
         _try_until(deadline, lambda: socket.create_connection((host, port), timeout=RESOLVING_S).close())
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=found.hosts_store,
@@ -155,6 +151,13 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
         multi_tenant=found.hosts_store,
         master_listen_fd=_listen(host, port) if found.hosts_store else None,
     )
+    if found.hosts_store:
+        _hosted.setdefault(port, store)
+    return store
+
+
+_hosted: dict[int, dist.Store] = {}
+"""Stores that this process hosts, by port, until it ends: the others may come back to one before it does."""
 
 
 def _listen(host: str, port: int) -> int | None:
@@ -165,7 +168,8 @@ def _listen(host: str, port: int) -> int | None:
     try:
         if host != "localhost":
             ipaddress.ip_address(host)
-        return socket.create_server((host, port), family=family_of(host)).detach()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family).detach()
     except (ValueError, OSError):  # of a port in use torch raises, unless a store of this process has it
         return None
 
@@ -194,61 +198,52 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
         store = dist.HashStore()
         return store, store
     timeout_s = timeout.total_seconds()
-    deadline = time.monotonic() + timeout_s
+    hint = (
+        f"all ranks must join at {found.place} within {timeout_s:g} s: check that each process runs, with this"
+        " address, the same WORLD_SIZE and a RANK of its own"
+    )
     silent = lost_store(Record(), f"has not answered for {timeout_s + MARGIN_S:g} s")
-    with limited(timeout_s + MARGIN_S, found.rank, f"{silent}; {_hint(found, timeout)}"):
-        while True:
-            try:
-                return _join(found, backend, timeout, deadline, check)
-            except (dist.DistError, OSError) as error:
-                # It may have been the store of an earlier group, just before it closed: connect again.
-                is_renewed = found.address is not None and not found.hosts_store
-                if not is_renewed or time.monotonic() > deadline:
-                    host = Record()
-                    if found.hosts_store:
-                        host = Record(host=socket.gethostname(), where=JOIN)
-                    what = f"{how_lost(error)}; {_hint(found, timeout)}"
-                    raise RankFailedError(lost_store(host, what)) from None
-            time.sleep(POLL_S)
+    with limited(timeout_s + MARGIN_S, found.rank, f"{silent}; {hint}"):
+        try:
+            return _join(found, backend, timeout, check)
+        except RankFailedError as error:
+            failure = error.failure
+        except (dist.DistError, OSError) as error:
+            host = Record()
+            if found.hosts_store:
+                host = Record(host=socket.gethostname(), where=JOIN)
+            failure = lost_store(host, how_lost(error))
+    raise RankFailedError(replace(failure, message=f"{failure.message}; {hint}"))
 
 
-def _join(
-    found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
-) -> Stores:
-    """One attempt: enter this rank, and meet all others. What it raises is told to those who have come."""
+def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Stores:
+    """Enter this rank, and meet all others. What it raises is told to those who have come."""
+    deadline = time.monotonic() + timeout.total_seconds()
     opened = open_store(found, timeout, deadline)
     rounds = dist.PrefixStore(KEYS, another_connection(opened, timeout))
     number = meeting.first(rounds, "round", "0")
     store = dist.PrefixStore(number, rounds)
-    for_torch = dist.PrefixStore(number, dist.PrefixStore(KEYS, opened))
     rank = found.rank
+    ranks = range(found.world_size)
     try:
         _enter(store, found, backend)
-        if not for_torch.check([f"pid/{rank}"]):
-            # Rank 0 has closed the store of an earlier group, and opened another one, between two connections.
-            raise ConnectionError("two connections have reached two stores")
         if found.address is not None:
             network.choose_interface(found.address[0])
-        place = network.own_place()
         remaining_s = deadline - time.monotonic()
-        places = meeting.meet(store, JOIN, rank, range(found.world_size), place, remaining_s, check)
+        places = meeting.meet(store, JOIN, rank, ranks, network.own_place(), remaining_s, check)
         failure = network.unreachable(places)
         if failure is not None:
             raise RankFailedError(failure)
     except (dist.DistError, OSError):
         raise
     except BaseException as error:
-        posted = RankFailure.from_exception(error, rank, JOIN)
         with contextlib.suppress(dist.DistError, OSError):
-            posted = meeting.post(store, posted)
+            meeting.post(store, RankFailure.from_exception(error, rank, JOIN))
             _end_round(rounds, number)
-        meeting.linger(store, JOIN, rank, range(found.world_size), LINGER_AFTER_FAILURE_S)
-        if isinstance(error, RankFailedError):
-            what = f"{posted.message}; {_hint(found, timeout)}"
-            raise RankFailedError(replace(posted, message=what)) from None
+        meeting.linger(store, JOIN, rank, ranks, LINGER_AFTER_FAILURE_S)
         raise
     _end_round(rounds, number)
-    return for_torch, store
+    return dist.PrefixStore(number, dist.PrefixStore(KEYS, opened)), store
 
 
 def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
@@ -280,15 +275,6 @@ def _end_round(rounds: dist.Store, number: str) -> None:
     rounds.compare_set("round", number, str(int(number) + 1))
 
 
-def _hint(found: Rendezvous, timeout: timedelta) -> str:
-    return (
-        f"all ranks must join at {found.place} within {timeout.total_seconds():g} s: check that each process"
-        " runs, with this address, the same WORLD_SIZE and a RANK of its own"
-    )
-
-
-def leave(found: Rendezvous, store: dist.Store, linger_s: float = LINGER_S) -> None:
+def leave(found: Rendezvous, store: dist.Store, linger_s: float) -> None:
     """Post that this rank no longer needs the store; its host waits up to ``linger_s`` seconds for all posts."""
-    if not found.hosts_store:
-        linger_s = 0.0
     meeting.linger(store, "the group", found.rank, range(found.world_size), linger_s)

@@ -71,7 +71,7 @@ def records_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, Record]:
     return {rank: parse_record(value) for rank, value in zip(ranks, values, strict=True)}
 
 
-def say(store: dist.Store, at: str, rank: int, ranks: Sequence[int], value: Any = None) -> None:
+def say(store: dist.Store, at: str, rank: int, ranks: Sequence[int], value: Any) -> None:
     """Say ``value`` at a meeting, without waiting. The last of ``ranks`` collects all, so that each reads one key."""
     store.set(f"{at}/{rank}", json.dumps(value))
     if store.add(f"{at}/came", 1) == len(ranks):
@@ -96,8 +96,8 @@ def meet(
     at: str,
     rank: int,
     ranks: Sequence[int],
-    value: Any = None,
-    limit_s: float = float("inf"),
+    value: Any,
+    limit_s: float,
     check: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Say ``value``, and wait until all of ``ranks`` have said theirs; returns what they said, in their order.

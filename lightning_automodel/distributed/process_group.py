@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_automodel.distributed import device_groups, heart, join, network
+from lightning_automodel.distributed import heart, join, network
 from lightning_automodel.distributed.failures import is_communication_error
 from lightning_automodel.distributed.store import another_connection
 from lightning_automodel.internals import lightning as lightning_internals
@@ -253,7 +253,7 @@ def _join(
         if is_communication_error(error):
             error.add_note(network.ADVICE)
         if heart.current() is None:  # else the run's supervisor tells the others first, and then leaves
-            join.leave(found, store)
+            join.leave(found, store, join.LINGER_S)
         raise
     group = dist.group.WORLD
     assert group is not None
@@ -321,7 +321,7 @@ def leave_after_failure(aborts: bool) -> None:
     and so for ranks that are gone.
     """
     forget_world()
-    _leave(linger_s=0.0 if aborts else join.LINGER_S, aborts=aborts)
+    _leave(aborts)
 
 
 def destroy_global_state() -> None:
@@ -341,7 +341,7 @@ def forget_world() -> None:
     _kept.clear()
 
 
-def _leave(linger_s: float = join.LINGER_S, aborts: bool = False, is_exiting: bool = False) -> None:
+def _leave(aborts: bool = False, is_exiting: bool = False) -> None:
     global _membership
     membership = _membership
     _membership = None
@@ -366,11 +366,11 @@ def _leave(linger_s: float = join.LINGER_S, aborts: bool = False, is_exiting: bo
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            join.leave(found, store, linger_s)
+            join.leave(found, store, 0.0 if aborts else join.LINGER_S)
 
 
 def _destroy_groups(aborts: bool) -> None:
-    if aborts and device_groups.exist():
+    if aborts and process_groups.accelerator_backends():
         with contextlib.suppress(Exception):  # a backend that cannot be aborted
             process_groups.abort_process_groups()
             return

@@ -22,13 +22,6 @@ def launcher_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def family_of(address: str) -> socket.AddressFamily:
-    """IPv6 or IPv4, for a numeric ``address``."""
-    if ":" in address:
-        return socket.AF_INET6
-    return socket.AF_INET
-
-
 def without_prefixes(store: dist.Store) -> dist.Store:
     """The store below all of its ``PrefixStore`` wrappers."""
     while isinstance(store, dist.PrefixStore):

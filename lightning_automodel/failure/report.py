@@ -50,7 +50,7 @@ def table(records: Mapping[int, Record], without_python: Sequence[int] = ()) -> 
     lines = []
     for (_, place), those in sorted(ranks.items())[:MOST_LINES]:
         stood_s = min(records[rank].stood_s for rank in those)
-        lines.append(f"  rank {failures.list_ranks(those)} {place}, for {stood_s:.0f} s\n")
+        lines.append(f"  rank {failures.list_first(those)} {place}, for {stood_s:.0f} s\n")
     return (
         f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."
         f" {failures.RUN_ON_ALL_RANKS}"

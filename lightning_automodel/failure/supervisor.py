@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.distributed import device_groups, process_group
+from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.failures import (
     RankFailedError,
     RankFailure,
@@ -31,6 +31,7 @@ from lightning_automodel.distributed.failures import (
 from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.failure.watch import Watch
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,6 @@ class Supervisor:
             raise
         except BaseException as exception:
             self._failed_at = time.monotonic()
-            process_group.note_failure()
             self._leave(exception)
             raise
 
@@ -89,6 +89,8 @@ class Supervisor:
         that nobody joins any more.
         """
         watch = self.watch
+        if watch is not None:
+            process_group.note_failure()
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
             if watch is not None and self._stops_together:
@@ -268,16 +270,16 @@ class Supervisor:
 def _print_first(exception: BaseException) -> None:
     """Print the traceback, where what comes next may not return: a device that others leave waiting, or that failed."""
     is_no_error = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
-    if device_groups.exist() and not is_no_error:
+    if process_groups.accelerator_backends() and not is_no_error:
         log.error("rank %d raised, and leaves:", process_group.group_rank(), exc_info=exception)
 
 
 def _free_device() -> None:
     """Abort the groups of accelerators, in half a minute at most. Those of the host stay, to save a checkpoint."""
-    if not device_groups.exist():
+    if not process_groups.accelerator_backends():
         return
     with _limited("aborting its process groups"), contextlib.suppress(Exception):
-        device_groups.abort()
+        process_groups.abort_accelerators()
         # What `on_exception` hooks read has no limit: end here if the device is not free.
         torch.accelerator.synchronize()
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import device_groups, failures, first_rank
+from lightning_automodel.distributed import failures, first_rank
 from lightning_automodel.distributed.failures import RankFailure
 from lightning_automodel.distributed.heart import MISSED_BEATS, Heart
 from lightning_automodel.distributed.last_resort import end_process
@@ -30,6 +30,7 @@ from lightning_automodel.distributed.meeting import first, linger, records_of
 from lightning_automodel.failure import report
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
+from lightning_automodel.internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class Watch(Heart):
         may_wait = own.has_ended or self.leaves_by_itself.is_set() or first_rank.is_active()
         if not own.waits or may_wait or waited_s < self._timeout_s + TIME_TO_FAIL_S:
             return
-        if device_groups.exist():
+        if process_groups.accelerator_backends():
             table = report.table(records_of(self.store, self.ranks))
             message = f"a collective neither ends nor fails after {waited_s:.0f} s\nThey are at:\n{table}"
             self.post(RankFailure(self.rank, own.host, own.where, failures.WAITED, message))
@@ -215,7 +216,7 @@ class Watch(Heart):
     def make_leave(self, failure: RankFailure) -> None:
         """Make the main thread leave because of ``failure``: interrupt it, free it from its device, end the process."""
         self.stop.release()
-        has_devices = device_groups.exist()
+        has_devices = bool(process_groups.accelerator_backends())
         patience_s = TIME_TO_LEAVE_S
         if failure.error == failures.MISSED_HEARTBEATS and not has_devices:
             patience_s = TIME_TO_LEAVE_AFTER_SILENCE_S
@@ -232,7 +233,7 @@ class Watch(Heart):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if has_devices:
             threading.Thread(
-                target=device_groups.abort, name="lightning_automodel abort", daemon=True
+                target=process_groups.abort_accelerators, name="lightning_automodel abort", daemon=True
             ).start()
         if not self.leaves_by_itself.wait(patience_s):
             why = str(failure)

@@ -2,7 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute, debug
+
+_aborting = threading.Lock()
 
 
 def forget_meshes() -> None:
@@ -56,8 +59,9 @@ def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
 def accelerator_backends() -> list[Any]:
     """Backends of the accelerator in all groups of this process, in the order in which they were made.
 
-    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its
-    collectives block and raise, whatever the device.
+    Their collectives are queued and return: they neither block the host nor raise. A rank whose peer is gone waits
+    where its host reads from the device. Those of gloo are left out: its collectives block and raise, whatever the
+    device. Nothing public lists the groups, or returns the backend of a device.
     """
     device = torch.accelerator.current_accelerator()
     if device is None or not dist.is_initialized():
@@ -71,23 +75,25 @@ def accelerator_backends() -> list[Any]:
     return found
 
 
-def abort_backends(backends: Iterable[Any]) -> None:
-    """Free this rank's device and host from collectives that others will not join. May wait for the group's timeout.
+def abort_accelerators() -> None:
+    """Free this rank's device and host from collectives, for good; groups of the host stay. Not a collective.
 
-    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as
-    one: each by itself, they could wait for each other.
+    It may wait for the group's timeout: call it where something else ends the process before. Of two threads the
+    second one waits for the first. As in torch's own function for all groups, which would also drop those of the
+    host, NCCL's are aborted as one: each by itself, they could wait for each other.
     """
-    backends = list(backends)
-    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if first is not None:
-        first._group_start()
-    try:
-        for backend in backends:
-            with suppress(Exception):  # one that is gone already, or cannot be aborted
-                backend.abort()
-    finally:
+    with _aborting:
+        backends = accelerator_backends()[::-1]
+        first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
         if first is not None:
-            first._group_end()
+            first._group_start()
+        try:
+            for backend in backends:
+                with suppress(Exception):  # one that is gone already, or cannot be aborted
+                    backend.abort()
+        finally:
+            if first is not None:
+                first._group_end()
 
 
 def abort_process_groups() -> None:

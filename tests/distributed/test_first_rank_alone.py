@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed.first_rank import FirstRankPerNode, node_of, peers_of
+from lightning_automodel.distributed.first_rank import FirstRankPerNode, node_of
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -89,34 +89,21 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
 
 
 @pytest.mark.parametrize(
-    ("environments", "first_ranks"),
+    ("local_ranks", "nodes"),
     [
-        # Two nodes of two.
-        ([{"LOCAL_RANK": rank % 2} for rank in range(4)], [0, 0, 2, 2]),
-        # Nodes of one, two and one rank.
-        ([{"LOCAL_RANK": local_rank} for local_rank in (0, 0, 1, 0)], [0, 1, 1, 3]),
-        # Nothing is known but the host.
-        ([{}] * 4, [0, 0, 0, 0]),
+        ([0, 1, 0, 1], [0, 0, 1, 1]),
+        ([0, 0, 1, 0], [0, 1, 1, 2]),
+        ([None] * 4, [0, 0, 0, 0]),  # nothing is known but the host
     ],
 )
-def test_first_rank_of_a_node(
-    environments: list[dict[str, int]], first_ranks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = {}
-    for rank, environment in enumerate(environments):
+def test_nodes(local_ranks: list[int | None], nodes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for rank, local_rank in enumerate(local_ranks):
         with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, str(value))
-            nodes[rank] = node_of(rank)
-    assert [min(peers_of(rank, nodes, "node")) for rank in nodes] == first_ranks
-    assert [min(peers_of(rank, nodes, "global")) for rank in nodes] == [0, 0, 0, 0]
-
-
-def test_first_rank_of_a_subgroup_and_of_several_hosts() -> None:
-    """Only members count, in any order."""
-    nodes = {6: "a 1", 5: "a 0", 3: "b 0", 2: "b 0", 1: "a 0"}
-    assert [min(peers_of(rank, nodes, "node")) for rank in (1, 2, 3, 5, 6)] == [1, 2, 2, 1, 6]
-    assert min(peers_of(6, nodes, "global")) == 1
+            if local_rank is not None:
+                patch.setenv("LOCAL_RANK", str(local_rank))
+            names.append(node_of(rank))
+    assert [list(dict.fromkeys(names)).index(name) for name in names] == nodes
 
 
 @pytest.mark.parametrize("value", ["one", "-1"])

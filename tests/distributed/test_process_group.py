@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed import join
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.process_group import (
     DistInfo,
@@ -418,7 +418,8 @@ def _read_late(linger_s: float) -> str:
     """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some time later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
-        process_group._leave(linger_s)
+        join.LINGER_S = linger_s
+        destroy_global_state()
         return ""
     time.sleep(1.0 if linger_s else 0.0)
     store = dist.distributed_c10d._get_default_store()
@@ -447,7 +448,8 @@ def _leave_alone() -> float:
     if not info.is_main:
         os.kill(os.getpid(), signal.SIGKILL)
     started_at = time.monotonic()
-    process_group._leave(linger_s=1.0)
+    join.LINGER_S = 1.0
+    destroy_global_state()
     return time.monotonic() - started_at
 
 

@@ -244,7 +244,7 @@ def test_a_failure_ends_a_wait() -> None:
     store = dist.HashStore()
     meeting.post(store, OWN)
     with pytest.raises(RankFailedError) as raised:
-        meeting.meet(store, "here", 1, range(2))
+        meeting.meet(store, "here", 1, range(2), None, 60.0)
     assert raised.value.failure == OWN
 
 
@@ -365,7 +365,7 @@ def test_a_collective_that_never_ends(
     """NCCL connects without a limit: past the timeout all leave with the table. Gloo's collectives fail themselves."""
     from lightning_automodel.failure import watch as module
 
-    monkeypatch.setattr(module.device_groups, "exist", lambda: has_devices)
+    monkeypatch.setattr(module.process_groups, "accelerator_backends", lambda: [1] * has_devices)
     now = 0.0
     watch = Watch(1, 2, dist.HashStore(), MINUTE, MINUTE, lambda: "on_train_start")
     watch.clock = lambda: now
