@@ -18,7 +18,6 @@ from lightning_automodel.checkpoint.single_file import check_model, load_file
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     OPTIMIZERS,
-    SHARDED,
     model_state,
     under_own_names,
 )
@@ -54,8 +53,6 @@ class CheckpointLoader:
         self._shards: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
         self._versions: dict[str, dict[str, Any]] = {}  # of the model's modules
-        # Of one file: paths of what was sharded beside model and optimizers.
-        self._sharded: frozenset[Any] = frozenset()
         self._loops: str | None = None
         self._own: dict[str, Any] = {}  # the model's state by name
         self._named: list[NamedOptimizer] = []
@@ -81,7 +78,6 @@ class CheckpointLoader:
                 loaded = load_file(place, weights_only)
             check_model(loaded)
             self._versions = module_versions(loaded[MODEL])
-            self._sharded = frozenset(loaded.pop(SHARDED, ()))
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
         if len(moments) > 1:
             raise CheckpointError(
@@ -245,9 +241,9 @@ class CheckpointLoader:
         elif path[0] == MODEL and len(path) == 2:
             if name not in self._own:
                 return None  # only a module that renames entries reads unknown ones
-        elif not isinstance(leaf, Entry) and path not in self._sharded:
+        elif not isinstance(leaf, Entry):  # of a callback, or in an extra state
             return None
-        elif getattr(owner, "shape", None) != leaf.shape:  # of a callback, or in an extra state
+        elif getattr(owner, "shape", None) != leaf.shape:
             sharded = [value for value in self._own.values() if isinstance(value, DTensor)]
             owner = next((value for value in sharded if value.shape == leaf.shape), None)
         if isinstance(owner, DTensor) and owner.shape == leaf.shape:

@@ -45,8 +45,7 @@ class NamedOptimizer:
     Attributes:
         optimizer: The optimizer.
         parameters: The model's parameters by name.
-        groups: The names of the optimizer's parameters by group; the number of one that the model lacks.
-        names: All of these, group after group.
+        names: The names of the optimizer's parameters in their order; the number of one that the model lacks.
         owned: The names of those that are stepped whole, and whether this rank owns them.
     """
 
@@ -58,12 +57,8 @@ class NamedOptimizer:
             for name, parameter in model.named_parameters()
         }
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        number = itertools.count()
-        self.groups: list[list[Any]] = [
-            [names.get(id(parameter), next(number)) for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
-        self.names = list(itertools.chain(*self.groups))
+        trained = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+        self.names: list[Any] = [names.get(id(value), number) for number, value in enumerate(trained)]
         self.owned = {name: owned[value] for name, value in self.parameters.items() if value in owned}
 
     def state(self) -> dict[str, Any]:
@@ -116,13 +111,13 @@ class NamedOptimizer:
         for_one_file: bool,
     ) -> None:
         """Add all owners' states of parameters that are stepped whole, of which this rank has ``owned``."""
-        for states_of_rank in gather_objects(mapped(owned, _without_values), group):
-            for name, state_of_parameter in states_of_rank.items():
-                state["state"].setdefault(name, state_of_parameter)
-        state["state"].update(owned)
         if for_one_file:
-            for states_of_rank in gather_to_first(whole(owned, keep=True), group):
-                state["state"].update(states_of_rank)
+            of_ranks = gather_to_first(whole(owned, keep=True), group)
+        else:
+            of_ranks = gather_objects(mapped(owned, _without_values), group)
+        for states_of_rank in of_ranks:
+            state["state"].update(states_of_rank)
+        state["state"].update(owned)
 
 
 def _digest(leaf: Any) -> str:
@@ -186,14 +181,14 @@ def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict
 
 def _check_groups(saved: list[dict[str, Any]], named: NamedOptimizer, index: int) -> None:
     """Raise CheckpointError unless the optimizer has the ``saved`` groups, with the same parameters."""
-    there = [group["params"] for group in saved]
-    if list(map(set, there)) != list(map(set, named.groups)):
-        only_saved = [name for names in there for name in names if name not in named.names]
-        only_here = [name for name in named.names if not any(name in names for names in there)]
+    there = [set(group["params"]) for group in saved]
+    here = [set(group["params"]) for group in named.state()["param_groups"]]
+    if there != here:
+        other = sorted(set().union(*there) ^ set(named.names), key=str)
         raise CheckpointError(
-            f"optimizer {index} trains other parameters, or in other groups, than when it was saved (only"
-            f" saved: {some(only_saved) or 'none'}; only here: {some(only_here) or 'none'}): {AS_SAVED}, or"
-            " change checkpoint['optimizer_states'] in on_load_checkpoint ([] starts them afresh)"
+            f"optimizer {index} trains other parameters, or in other groups, than when it was saved (saved or"
+            f" trained alone: {some(other) or 'none'}): {AS_SAVED}, or change checkpoint['optimizer_states']"
+            " in on_load_checkpoint ([] starts them afresh)"
         )
 
 

@@ -107,10 +107,9 @@ class CheckpointSaver:
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background. Not a collective."""
-        lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
-
-    def _is_pending(self, path: str | Path) -> bool:
-        return paths.normalize(path) == self._pending_path
+        lightning_internals.patch_model_checkpoints(
+            patches, trainer, self._link, lambda path: paths.normalize(path) == self._pending_path
+        )
 
     # --- States, for Lightning's checkpoint -------------------------------------------------------
 
@@ -218,11 +217,6 @@ class CheckpointSaver:
         if self.as_directory:
             return prepare_shards(checkpoint, target, copies)
         if self.is_sharded:
-            # One file holds whole tensors, and lists which were sharded so that loading can shard them
-            # again.
-            checkpoint[state_dict.SHARDED] = [
-                path for path, leaf in leaves(checkpoint) if isinstance(leaf, DTensor)
-            ]
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
 

@@ -30,9 +30,6 @@ OPTIMIZERS = "optimizer_states"
 
 STATES = (MODEL, OPTIMIZERS)
 
-SHARDED = "lightning_automodel_sharded"
-"""Key in one file of a list: the paths of its tensors beside these states that were sharded."""
-
 
 def is_extra_state(name: Any) -> bool:
     """Whether the entry ``name`` of the model's state comes from a module's ``get_extra_state``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -150,10 +150,7 @@ def check_pickled(tree: Any) -> None:
         try:
             survey.dump(leaf)
         except Exception as error:  # objects can raise anything
-            remedy = ""
-            if isinstance(leaf, nn.Module):
-                remedy = "; keep the state_dict() of a part of the model in its place, or leave it out"
-            raise CheckpointError(f"checkpoint{place} cannot be pickled: {error}{remedy}") from error
+            raise CheckpointError(f"checkpoint{place} cannot be pickled: {error}") from error
         if survey.has_shards:
             raise CheckpointError(
                 f"checkpoint{place} holds sharded tensors in an object, of which each rank has a"

@@ -288,8 +288,8 @@ def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: 
     """Moments and settings would be dropped silently, or missing in the first step."""
     others = "optimizer 0 trains other parameters, or in other groups, than when it was saved"
     expected = {
-        "groups": f"{others} (only saved: none",
-        "fewer": f"{others} (only saved: model.embedding.weight",
+        "groups": f"{others} (saved or trained alone: none",
+        "fewer": f"{others} (saved or trained alone: model.embedding.weight",
         "second": "it holds 1 optimizers, and this run has 2",
     }
     for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherOptimizer, list(expected)):
