@@ -25,6 +25,8 @@ from lightning_automodel.sharding.units import class_name, distinct
 # without any are found only when the run starts: they hold nothing but this byte.
 _FILL_BYTE = 0xA5
 
+_NUM_NAMED = 5
+
 _UNINITIALIZED = "lightning_automodel_uninitialized"
 """Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
 
@@ -89,18 +91,14 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], An
 def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, nn.Module]) -> None:
     """Run an initialiser of ``module``, if it has tensors to fill.
 
-    Others keep their values: those that had some before, and those that the module shares with another,
-    whose own initialiser has filled them. A parent may change what its children have filled.
+    Others keep their values: those that had some before, and those that the module shares with an earlier
+    one, which has filled them. A parent may change what its children have filled.
     """
-    held = [(holder, tensor) for holder in module.modules() for _, tensor in _own_tensors(holder)]
-    filled = {
-        tensor
-        for holder, tensor in held
-        if tensor in owners and (owners[tensor] is module or holder is not module)
-    }
-    if not filled:
+    within = set(module.modules())
+    held = {tensor for holder in within for _, tensor in _own_tensors(holder)}
+    kept = {tensor: local_tensor(tensor).clone() for tensor in held if owners.get(tensor) not in within}
+    if len(kept) == len(held):
         return
-    kept = {tensor: local_tensor(tensor).clone() for _, tensor in held if tensor not in filled}
     initialize()
     for tensor, part in kept.items():
         local_tensor(tensor).copy_(part)
@@ -130,11 +128,11 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     missing = vars(model)[_UNINITIALIZED] = [name for name, flag in zip(names, flags, strict=True) if flag]
     if not missing:
         return
-    listed = ", ".join(f"{n} ({class_name(model.get_submodule(n.rpartition('.')[0]))})" for n in missing[:5])
     raise ValueError(
         f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and"
-        f" never initialized: {listed}. Give their classes a reset_parameters() that fills them, as torch's"
-        " layers have, load a checkpoint that holds them, or create them on a real device."
+        f" never initialized: {', '.join(missing[:_NUM_NAMED])}. Give the classes of their modules a"
+        " reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds them, or"
+        " create them on a real device."
     )
 
 

@@ -274,16 +274,15 @@ def _forgetful() -> nn.Module:
 
 
 def test_what_nobody_initialises_is_named() -> None:
-    """Parameters and buffers; with a class each, and what to do; as often as it is tried."""
+    """Parameters and buffers, and what to do; as often as it is tried."""
     model = _forgetful()
     for _ in range(2):
         with pytest.raises(ValueError, match="never initialized") as raised:
             check_initialized(model, CPU)
         assert str(raised.value) == (
             "3 parameters or buffers of Sequential were created on the meta device and never initialized:"
-            " 1.scale (Forgetful), 2.0.0 (ParameterList), 1.mask (Forgetful). Give their classes a"
-            " reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds them,"
-            " or create them on a real device."
+            " 1.scale, 2.0.0, 1.mask. Give the classes of their modules a reset_parameters() that fills them, as"
+            " torch's layers have, load a checkpoint that holds them, or create them on a real device."
         )
 
 
@@ -291,7 +290,7 @@ def test_values_that_come_later_count() -> None:
     """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
     model = _forgetful()
     model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
-    with pytest.raises(ValueError, match=r"^1 parameters.*initialized: 1\.mask \(Forgetful\)\."):
+    with pytest.raises(ValueError, match=r"^1 parameters.*initialized: 1\.mask\."):
         check_initialized(model, CPU)
     model[1].mask.fill_(False)
     check_initialized(model, CPU)
@@ -304,9 +303,7 @@ def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         materialize(model, CPU, offload=False)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(
-        ValueError, match=r"^5 parameters.*0\.weight \(Fails\), 0\.scale \(Fails\), .*0\.mask"
-    ):
+    with pytest.raises(ValueError, match=r"^5 parameters.*0\.weight, 0\.scale, .*0\.mask"):
         check_initialized(model, CPU)
 
 
