@@ -38,7 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "kept": STRATEGIES["kept"],
     "resharded": STRATEGIES["resharded"],
     "four shards": {},
-    "ddp": STRATEGIES["ddp"],
 }
 ON_FOUR = ("hsdp", "tensor parallel", "four shards")
 
@@ -355,7 +354,7 @@ def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) 
     found = wrong_snippets(pool, list(SNIPPETS), "on_before_optimizer_step", LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}
     assert found == {}, listed(found)
-    assert planted == set(PLANTED if layout != "ddp" else ())
+    assert planted == set(PLANTED)
 
 
 @pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept", "tensor parallel"))
@@ -365,7 +364,7 @@ def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: st
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     names = ["read planted", *READS]
     found = wrong_snippets(pool, names, "on_before_zero_grad", LAYOUTS[layout])
-    assert found.pop("read planted", None) or layout == "ddp"
+    assert found.pop("read planted", None)
     assert found == {}, listed(found)
 
 
@@ -375,7 +374,7 @@ def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> N
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     names = ["write planted", *WRITES]
     found = wrong_snippets(pool, names, "on_train_batch_end", LAYOUTS[layout])
-    assert found.pop("write planted", None) or layout == "ddp"
+    assert found.pop("write planted", None)
     assert found == {}, listed(found)
 
 
