@@ -1043,10 +1043,7 @@ class AutomodelStrategy(ParallelStrategy):
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options.
-
-        ``"sharded_elsewhere"``: FSDP2's units are those of other code, such as ``configure_model``.
-        """
+        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
         if self._run is None:
             described = {}
         else:

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.mesh import Placement, RunMesh
+from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, precision, quantized, tensor_parallel, units
 from lightning_automodel.sharding.gathers import set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
-
-_DESCRIBED: WeakKeyDictionary[pl.LightningModule, dict[str, Any]] = WeakKeyDictionary()
-"""What is said of modules that were sharded here: also in later runs, which find them sharded."""
 
 
 def shard_module(
@@ -32,58 +29,51 @@ def shard_module(
     values, once they are sharded.
     """
     mesh = placement.mesh
+    plan = None
     with apply.attributes_kept(module):
-        report = _shard(module, mesh, options, policy)
+        if not units.has_fsdp_units(module):  # else other code or an earlier run has sharded it
+            whole = precision.kept_wide(module, policy) | quantized.kept_whole(module, policy)
+            plan = units.plan_sharding(
+                module, options.auto_wrap_policy, module.automatic_optimization, whole
+            )
+            sharded = {n: p for n, p in module.named_parameters() if n not in plan.replicated}
+            checks.check_shardable(sharded)
+        tensor_parallel.distribute(module, mesh)
+        apply.broadcast_states(module, mesh)
+        if plan is not None:
+            apply.apply_fsdp2(module, plan, mesh, options, policy)
     give_values()
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
-    report |= memory.choose(module, placement, options)
+    report = _described(module, plan) | memory.choose(module, placement, options)
     if not report["reshard_during_accumulation"]:
         report["reshard_after_forward"] = False
+    elif plan is not None:
+        report["reshard_after_forward"] = options.reshard_after_forward
     shard_parameters(module, accept_hooks=options.count_window_ahead)
     is_cpu = placement.device.type == "cpu"
-    ahead, reason = _num_gathers_ahead(
-        options.prefetch, mesh.fsdp.size(), is_cpu and not report["sharded_elsewhere"]
-    )
+    ahead, reason = _num_gathers_ahead(options.prefetch, mesh.fsdp.size(), is_cpu)
     if ahead:
         set_prefetch(module, ahead, in_background=is_cpu)
-    report |= {"prefetch": ahead, "prefetch_reason": reason}
-    report["cpu_offload"] = options.cpu_offload
-    return report
+    return report | {"prefetch": ahead, "prefetch_reason": reason, "cpu_offload": options.cpu_offload}
 
 
-def _shard(
-    module: pl.LightningModule, mesh: RunMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
-) -> dict[str, Any]:
-    """Returns what is said of the units. A collective over the world."""
-    plan = None
-    if not units.has_fsdp_units(module):
-        whole = precision.kept_wide(module, policy) | quantized.kept_whole(module, policy)
-        plan = units.plan_sharding(module, options.auto_wrap_policy, module.automatic_optimization, whole)
-        checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
-        described = _described(module, plan) | {"reshard_after_forward": options.reshard_after_forward}
-        _DESCRIBED[module] = described | {"sharded_elsewhere": False}
-    tensor_parallel.distribute(module, mesh)
-    apply.broadcast_states(module, mesh)
-    if plan is not None:
-        apply.apply_fsdp2(module, plan, mesh, options, policy)
-    if module in _DESCRIBED:
-        return dict(_DESCRIBED[module])
+def _described(module: pl.LightningModule, plan: units.ShardingPlan | None) -> dict[str, Any]:
+    """What is said of the FSDP2 modules, whoever has made them, and of parameters that stay whole."""
     roots: list[Any] = list(units.fsdp_roots(module))
     below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]
-    return _described(module, units.ShardingPlan(roots, below)) | {"sharded_elsewhere": True}
-
-
-def _described(module: pl.LightningModule, plan: units.ShardingPlan) -> dict[str, Any]:
-    """What is said of a plan: names, and classes of units."""
-    names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
-    described: dict[str, Any] = {
-        "roots": [names[id(root)] for root in plan.roots],
-        "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
-        "replicated": dict(plan.replicated),
+    heads = [unit for unit in below if units.is_head(unit)]
+    names = {submodule: name for name, submodule in module.named_modules()}
+    reasons = {} if plan is None else plan.replicated
+    return {
+        "roots": [names[root] or units.class_name(root) for root in roots],
+        "units": units.described(module, [unit for unit in below if unit not in heads]),
+        "head": units.described(module, heads),
+        "replicated": {
+            name: reasons.get(name, "left whole where the model was sharded")
+            for name, parameter in module.named_parameters()
+            if not isinstance(parameter, DTensor)
+        },
     }
-    if plan.head is not None:
-        described["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
-    return described
 
 
 def _num_gathers_ahead(option: int | Literal["auto"], num_ranks: int, waits: bool) -> tuple[int, str]:

@@ -84,7 +84,7 @@ def _fit(
             trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, limit_val_batches=1)
             trainer.fit(module, loader(case), loader(case))
             if fits == 1:
-                assert strategy.describe()["head"] == "model.head (Linear)"
+                assert strategy.describe()["head"] == ["model.head (Linear)"]
                 assert len(strategy.describe()["units"]) == len(module.model.blocks)
     return full_weights(module.model)
 
