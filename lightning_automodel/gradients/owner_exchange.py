@@ -7,7 +7,6 @@ gathering would bring every tensor to every rank.
 from collections.abc import Sequence
 from itertools import chain, product
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,21 +46,11 @@ class Holders(NamedTuple):
         return whole
 
 
-_known: WeakKeyDictionary[DeviceMesh, dict[Sequence[Placement], Holders]] = WeakKeyDictionary()
-
-
 def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
-    """Which ranks hold the parts of this rank's copy of a tensor; found once for each layout. Not a collective.
+    """Which ranks hold the parts of this rank's copy of a tensor. Not a collective.
 
     Raises NotImplementedError for a placement that is neither a shard nor a replica.
     """
-    of_mesh = _known.setdefault(mesh, {})
-    if placements not in of_mesh:
-        of_mesh[placements] = _find_holders(mesh, placements)
-    return of_mesh[placements]
-
-
-def _find_holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
     own = mesh.get_coordinate()
     assert own is not None
     splits: list[Split] = []

@@ -14,6 +14,7 @@ parameter by itself.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -160,9 +161,10 @@ class WholeSteps:
         new = [
             parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
         ]
+        find_holders = cache(holders_of)  # once for each layout
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             sharded: Any = parameter
-            holders = holders_of(sharded.device_mesh, sharded.placements)
+            holders = find_holders(sharded.device_mesh, sharded.placements)
             ranks = sorted(holders.coordinates)
             owner = ranks[len(self._parameters) % len(ranks)]
             self._parameters[parameter] = WholeParameter(parameter, holders, owner)
