@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -57,21 +56,12 @@ class Advice:
             self._said.add(message)
             say(message)
 
-    def about_half_precision(self, loss: Tensor, count: Count) -> None:
-        """Warn about a loss [] or a count in half precision, which is rounded before the loss is weighed."""
+    def about_half_precision(self, loss: Tensor) -> None:
+        """Warn about a loss [] in half precision, which is rounded before the loss is weighed."""
         if loss.dtype in HALF:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute"
                 " the loss in float32 (logits.float()) for exact gradients."
-            )
-        if isinstance(count, Tensor) and count.dtype in HALF:
-            if count.dtype == torch.float16:
-                limit = 2048
-            else:
-                limit = 256
-            self.say_once(
-                f"The number of label tokens is a {count.dtype} tensor, which rounds numbers above {limit}:"
-                " count in integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
             )
 
     def about_loss(

@@ -251,7 +251,7 @@ class MicroBatches:
     def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""
         self._num_to_advise -= 1
-        self.advice.about_half_precision(loss, count)
+        self.advice.about_half_precision(loss)
         if aux_loss is None:
             self.advice.about_loss(self.module, self.weighting, loss, count, divided_by)
         if self.windows.last_step is None:

@@ -49,6 +49,9 @@ class WindowTotals:
     own_micro_batches: int
 
 
+_NO_COUNTS = (torch.bool, torch.float16, torch.bfloat16)
+
+
 class MissingCountError(ValueError):
     """Nothing tells how many label tokens a micro-batch has."""
 
@@ -245,14 +248,17 @@ def check_count(count: Any, source: str) -> Count:
     if (
         isinstance(count, Tensor)
         and count.numel() == 1
-        and not (count.dtype == torch.bool or count.is_complex())
+        and not (count.dtype in _NO_COUNTS or count.is_complex())
     ):
         count = count.detach().reshape(())
         if count.device.type == "cpu":
             check_range(count.item(), source)
         return count
     if isinstance(count, bool) or not isinstance(count, Real):
-        raise TypeError(f"{source} must be a number or a tensor of one element, got {count!r}.")
+        raise TypeError(
+            f"{source} must be a number or a tensor of one element, and not in half precision, which rounds"
+            f" it (mask.sum(dtype=torch.float32)), got {count!r}."
+        )
     number = int(count) if isinstance(count, Integral) else float(count)
     check_range(number, source)
     return number
@@ -344,15 +350,14 @@ def reduce_loss(
     device = next(
         (each.device for each in (*loss_store, total_num_tokens) if isinstance(each, Tensor)), HOST
     )
-    dtype = wide_dtype(device)
-    sums = torch.zeros(2, dtype=dtype, device=device)
+    sums = torch.zeros(2, dtype=wide_dtype(device), device=device)
+    result_dtype = sums.dtype
     if loss_store:
-        sums[0] = torch.stack([loss.detach().to(device, dtype).reshape(()) for loss in loss_store]).sum()
+        losses = torch.stack([loss.detach().to(device).reshape(()) for loss in loss_store])
+        result_dtype = torch.promote_types(losses.dtype, torch.float32)
+        sums[0] = losses.to(sums.dtype).sum()
     sums[1] = total_num_tokens if per_token_loss else len(loss_store)
     if dp_group is not None:
         dist.all_reduce(sums, group=dp_group)
-    result_dtype = torch.float32 if loss_store else dtype
-    for loss in loss_store:
-        result_dtype = torch.promote_types(result_dtype, loss.dtype)
     is_fractional = per_token_loss and torch.as_tensor(total_num_tokens).is_floating_point()
     return sums[0].to(result_dtype), sums[1] if is_fractional else sums[1].round().to(torch.int64)

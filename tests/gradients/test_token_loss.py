@@ -169,6 +169,7 @@ def _count_told(source: str, count: Any) -> Any:
         (torch.tensor([]), "tensor([])"),
         (torch.tensor(True), "tensor(True)"),
         (torch.tensor(1j), "tensor(0.+1.j)"),
+        (torch.tensor(3, dtype=torch.bfloat16), "tensor(3., dtype=torch.bfloat16)"),
     ],
 )
 def test_counts_of_a_wrong_type(source: str, count: Any, shown: str) -> None:
@@ -176,7 +177,7 @@ def test_counts_of_a_wrong_type(source: str, count: Any, shown: str) -> None:
     with pytest.raises(TypeError, match="must be") as raised:
         _count_told(source, count)
     assert str(raised.value).startswith(f"{source} must be a")
-    assert str(raised.value).endswith(f" tensor of one element, got {shown}.")
+    assert str(raised.value).endswith(f" (mask.sum(dtype=torch.float32)), got {shown}.")
 
 
 @pytest.mark.parametrize("source", SOURCES)
