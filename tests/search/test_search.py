@@ -92,6 +92,22 @@ FOUND = {
 
 UNUSED = (("ddp_kwargs", (("find_unused_parameters", True),)),)
 NAMED = {
+    "windows_by_epoch": Case(num_batches=5, epochs=2, accumulation=(2, 3), optimizer="nesterov"),
+    "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
+    "offloaded_and_clipped": Case(
+        num_batches=5, accumulation=(3,), clip="norm", gap="window", strategy=(("cpu_offload", True),)
+    ),
+    "counted_ahead_and_recomputed": Case(
+        num_batches=5,
+        accumulation=(2,),
+        aux=True,
+        tell="callable",
+        strategy=(("activation_checkpointing", True), ("count_window_ahead", True)),
+    ),
+    "replicas_reduced_once": Case(
+        engine="hsdp", num_batches=5, accumulation=(2,), strategy=(("defer_fsdp_grad_sync", "all_reduce"),)
+    ),
+    "a_double_model_under_32_true": Case(trainer=(("precision", "32-true"),), accumulation=(2,), gap="rank"),
     "unfrozen_after_an_epoch": Case(thaw="epoch", epochs=2, accumulation=(2,)),
     "unfrozen_after_an_epoch_under_ddp": Case(engine="ddp", thaw="epoch", epochs=2, strategy=UNUSED),
     "frozen_again_in_mid_window": Case(thaw="mid_window", num_batches=5, accumulation=(3,)),

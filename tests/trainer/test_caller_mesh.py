@@ -43,6 +43,7 @@ def fit_over(
     return full_weights(module.model), strategy.describe()["mesh"]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("shape", "names", "options", "sizes"),
     [
