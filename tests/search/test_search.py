@@ -91,7 +91,11 @@ FOUND = {
 """What the search has found, and is mended."""
 
 UNUSED = (("ddp_kwargs", (("find_unused_parameters", True),)),)
+PADDED = (("uneven_inputs", "pad"),)
 NAMED = {
+    "a_buffer_beside_padding": Case(
+        engine="ddp", counter="transient", num_batches=2, more_batches=2, strategy=PADDED
+    ),
     "windows_by_epoch": Case(num_batches=5, epochs=2, accumulation=(2, 3), optimizer="nesterov"),
     "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
     "offloaded_and_clipped": Case(
