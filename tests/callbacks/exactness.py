@@ -585,6 +585,35 @@ class UnrepeatableGan(Gan):
         super().manual_backward(loss * (1 + self.trainer.global_step), *args, **kwargs)
 
 
+class Scheduling(Writer):
+    """Steps its scheduler in each training step, also of automatic optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.lr_schedulers().step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class GeneratorFirst(Gan):
+    """The critic's loss takes samples of before the generator's step, and gradients are read in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        fake = self.net(batch[0] + torch.randn(batch[0].shape, generator=self.random))
+        with generating.toggle_model():
+            self.manual_backward(F.softplus(-self.critic(fake)).mean())
+        generating.step()
+        generating.zero_grad()
+        with judging.toggle_model():
+            self.manual_backward(F.softplus(self.critic(fake.detach())).mean())
+        judging.step()
+        self.norms = [p.grad.norm() for p in self.critic.parameters() if p.grad is not None]
+        judging.zero_grad()
+
+
 class Changing(Callback):
     """Changes gradients on purpose."""
 
@@ -759,6 +788,7 @@ TRAININGS: dict[str, Training] = {
         data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
     ),
     "attributes": Training(Uncopyable),
+    "a scheduler in the step": Training(Scheduling),
     "a hook": Training(Hooked, strategy="ddp", verdict="not checked", says="net.head.weight has a hook"),
     "a backward that clips": Training(
         ClippingBackward, verdict="not checked", says="a hook of the backward that is not linear"
@@ -857,6 +887,7 @@ TRAININGS: dict[str, Training] = {
                 Manual, strategy="lightning", verdict="not checked", says="DDPStrategy does not tell which"
             ),
             "gan": replace(of_images, module=Gan, says="in 4 windows"),
+            "gan, generator first": replace(of_gans, module=GeneratorFirst, says="in 4 windows"),
             "gan, ddp": replace(of_gans, module=Gan, says="in 4 windows"),
             "gan, accumulated": replace(of_images, module=lambda: Gan(2), says="in 4 windows"),
             "gan, accumulated, ddp": replace(of_gans, module=lambda: Gan(2), says="in 4 windows"),

@@ -58,6 +58,7 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         "fsdp2",
         "random numbers",
         "half precision",
+        "a scheduler in the step",
         "lightning",
         "contrastive",
         "a hidden state",
@@ -67,6 +68,7 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         "slices, random numbers",
         "manual, by hand",
         "gan, accumulated",
+        "gan, generator first",
         "gan, not toggled",
     ],
 )
