@@ -2,7 +2,7 @@
 
 In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step
 depends on; ``lockstep`` computes micro-batches again, with ``parts`` of weights and gradients; ``counting``
-tells what each should weigh, ``slope`` asks forwards alone, ``comparison`` drives these, and ``verdict`` judges.
+tells what each should weigh, ``comparison`` drives these and asks forwards alone, and ``verdict`` judges.
 """
 
 import logging
