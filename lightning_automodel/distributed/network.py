@@ -9,10 +9,9 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 from lightning_automodel.distributed.failures import RankFailure
 
@@ -60,32 +59,27 @@ def choose_interface(host: str) -> None:
             os.environ[GLOO_INTERFACE] = names[0]
 
 
-def own_place() -> dict[str, str]:
-    """Where gloo will listen on this rank, which ranks tell each other for :func:`unreachable`. Not a collective."""
+def own_place() -> tuple[str, str]:
+    """This host, and the address at which gloo will listen there, as far as it is neither set nor chosen."""
     host = socket.gethostname()
-    network = host
-    address = ""  # unknown, or that of an interface that is set
-    with suppress(OSError):
-        # Processes reach each other at loopback addresses if they have these in common.
-        network = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    address = ""
     if not os.environ.get(GLOO_INTERFACE):
         with suppress(OSError):
             address = socket.gethostbyname(host)
-    return {"host": host, "network": network, "address": address}
+    return host, address
 
 
-def unreachable(places: Sequence[Mapping[str, str]]) -> RankFailure | None:
-    """The failure of the first rank that others cannot reach, by the :func:`own_place` of each rank; None without one.
+def unreachable(places: Sequence[tuple[str, str]]) -> RankFailure | None:
+    """The failure of the first rank that other hosts cannot reach, by the :func:`own_place` of each; None without one.
 
     Not a collective: all ranks have the same places, and find the same.
     """
-    are_apart = len({place["network"] for place in places}) > 1
-    for rank, place in enumerate(places):
-        address = place["address"]
-        if are_apart and address.startswith(LOOPBACK):
+    hosts = {host for host, _ in places}
+    for rank, (host, address) in enumerate(places):
+        if len(hosts) > 1 and address.startswith(LOOPBACK):
             message = (
                 f"gloo would listen at {address}, which other machines cannot reach: set {GLOO_INTERFACE} on each"
                 " node to the interface by which the others reach it, and NCCL_SOCKET_IFNAME for NCCL"
             )
-            return RankFailure(rank, place["host"], "joining", "ValueError", message)
+            return RankFailure(rank, host, "joining", "ValueError", message)
     return None

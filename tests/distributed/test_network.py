@@ -48,10 +48,6 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[network.GLOO_INTERFACE] == "lo"
 
 
-def _place(network_name: str, address: str) -> dict[str, str]:
-    return {"host": network_name, "network": network_name, "address": address}
-
-
 @pytest.mark.parametrize(
     ("places", "refused"),
     [
@@ -64,7 +60,7 @@ def _place(network_name: str, address: str) -> dict[str, str]:
 )
 def test_who_cannot_be_reached(places: list[tuple[str, str]], refused: int | None) -> None:
     """At a loopback address if there are several machines."""
-    failure = network.unreachable([_place(*place) for place in places])
+    failure = network.unreachable(places)
     assert (failure and failure.rank) == refused
     if failure is not None:
         host, address = places[failure.rank]
@@ -125,19 +121,6 @@ def test_the_way_to_rank_0_is_taken(two_nodes: TwoNodes) -> None:
     first, second = two_nodes.devices
     method = f"tcp://{ADDRESSES[0]}:29517"
     assert _join(two_nodes, method, [{}, {}]) == [f"2 {first}", f"2 {second}"]
-
-
-def test_host_name_that_resolves_to_the_loopback_address(two_nodes: TwoNodes, tmp_path: Path) -> None:
-    """Where no address of rank 0 is known. Both say which rank cannot be reached, where, and both variables."""
-    resolves = socket.gethostbyname(socket.gethostname())
-    if not resolves.startswith(network.LOOPBACK):
-        pytest.skip(f"this machine's host name resolves to {resolves}")
-    first, second = _join(two_nodes, f"file://{tmp_path / 'store'}", [{}, {}])
-    assert first == second
-    assert first.startswith(f"RankFailedError: rank 0 on {socket.gethostname()} failed in joining: ")
-    assert f"gloo would listen at {resolves}, which other machines cannot reach" in first
-    assert "set GLOO_SOCKET_IFNAME on each node" in first
-    assert "and NCCL_SOCKET_IFNAME for NCCL" in first
 
 
 def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:
