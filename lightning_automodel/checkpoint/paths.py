@@ -48,12 +48,6 @@ def member(folder: str, name: str) -> str:
     return f"{folder}/{name}"
 
 
-def exists(path: str) -> bool:
-    """Whether there is anything at ``path``."""
-    filesystem, place = url_to_fs(path)
-    return filesystem.exists(place)
-
-
 def check_file(path: str) -> None:
     """Raise FileNotFoundError if a file is missing, CheckpointError if it is a fifo or device, which has no end."""
     filesystem, place = url_to_fs(path)

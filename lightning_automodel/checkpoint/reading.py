@@ -18,28 +18,21 @@ from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite
 
 
-def open_directory(path: str, weights_only: bool | None) -> ShardDirectory:
-    """Open a directory of shards. Not a collective. CheckpointError if that fails."""
-    with on_this_rank(f"Cannot load {path}"):
-        return ShardDirectory(path, weights_only)
-
-
 def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False) -> dict[str, Any]:
     """A checkpoint of either form; what lies in shards is read when it is used (:class:`.Entry`). Not a collective.
 
-    A file is compared with its checksums, and a directory if that ``checks_shards``. Raises CheckpointError
-    if the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
+    A file is compared with its checksums, and a directory if that ``checks_shards``. Raises CheckpointError if
+    the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
     with on_this_rank(f"Cannot load {path}"):
         if paths.is_directory(path):
             shards = ShardDirectory(path, weights_only)
             if checks_shards:
                 shards.check()
-            tree = shards.tree
-        else:
-            tree = load_file(path, weights_only)
+            return shards.tree
+        tree: dict[str, Any] = load_file(path, weights_only)
         check_model(tree)
-    return tree
+        return tree
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
@@ -53,7 +46,8 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
-    shards = open_directory(path, weights_only)
+    with on_this_rank(f"Cannot load {path}"):
+        shards = ShardDirectory(path, weights_only)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=paths.TEMPORARY) as folder:
         save_file(shards.read_all(shards.tree, partial(new_tensor, folder)), str(target))
 
@@ -65,7 +59,8 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
-    shards = open_directory(place, weights_only)
+    with on_this_rank(f"Cannot load {place}"):
+        shards = ShardDirectory(place, weights_only)
     checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})
     # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
     if isinstance(map_location, str | torch.device):

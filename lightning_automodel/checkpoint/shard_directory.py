@@ -229,10 +229,11 @@ class ShardDirectory:
 
     def _read_manifest(self) -> dict[str, str]:
         """The manifest, different in each save; empty if another program wrote the directory."""
-        path = f"{self.path}/{MANIFEST}"
-        if not paths.exists(path):
+        try:
+            content = paths.read_file(f"{self.path}/{MANIFEST}")
+        except FileNotFoundError:
             return {}
-        manifest: dict[str, str] = json.loads(paths.read_file(path))
+        manifest: dict[str, str] = json.loads(content)
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{MANIFEST} says {manifest['format'][:80]!r}, and this version of lightning_automodel"

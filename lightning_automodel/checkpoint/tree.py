@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.dtensor import plain_access, tree_map_only
 
 Path = tuple[Any, ...]
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
@@ -71,7 +71,7 @@ class Entry(Tensor):
                 result = function(*args, **(kwargs or {}))
             if not isinstance(result, Tensor):  # .data and .T are of the values
                 return result
-        args, kwargs = mapped((args, kwargs or {}), _with_values)
+        args, kwargs = tree_map_only(Entry, Entry.read, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -82,12 +82,6 @@ class Entry(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
-
-
-def _with_values(_: Path, leaf: Any) -> Any:
-    if isinstance(leaf, Entry):
-        return leaf.read()
-    return leaf
 
 
 def _is_list(tree: Any) -> bool:
@@ -143,7 +137,7 @@ def mapped_tensors(tree: Any, change: Callable[[str, Path, Tensor], Any]) -> Any
 def check_pickled(tree: Any) -> None:
     """Raise CheckpointError if a leaf cannot be pickled, or hides shards, of which a part would be saved."""
     for path, leaf in leaves(tree):
-        if isinstance(leaf, (*PLAIN, Tensor)):
+        if isinstance(leaf, Tensor):
             continue
         place = "".join(f"[{part!r}]" for part in path)
         survey = _Survey()
