@@ -183,17 +183,3 @@ def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: P
     for options in ENGINES.values():
         for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
             assert deviation(weights, reference) <= TOLERANCE
-
-
-def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: Path) -> None:
-    """Without checksums, by what the shards' own table says of the files."""
-    path = tmp_path / "foreign.ckpt"
-    pool2.run(_save_with, "model parallel, shards", str(path))
-    ShardDirectory(str(path), None)
-    file = path / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
-        ShardDirectory(str(path), None).check()
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp"):
-        ShardDirectory(str(path), None)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
@@ -67,23 +66,7 @@ def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureF
         open_tree(str(tmp_path / "a.ckpt"), None)
 
 
-def test_shards_of_other_programs_that_lead_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their table names the files."""
-    path = tmp_path / "a.ckpt"
-    dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=path, no_dist=True)
-    torch.save({}, path / "meta.pt")
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = "../" + place.relative_path
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_refused(
-        path, capsys, "it refers to '../__0_0.distcp', which is not the name of a file in the checkpoint"
-    )
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"crc32": 1}', "["])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"crc32": 1}', "[" * 200_000])
 def test_other_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     path = save_shards(tmp_path / "a.ckpt")
     (path / MANIFEST).write_text(content)
@@ -100,12 +83,6 @@ def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert_refused(
             path, capsys, "let the version that wrote it make one file, which this one reads (python"
         )
-
-
-def test_deep_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_shards(tmp_path / "a.ckpt")
-    (path / MANIFEST).write_text("[" * 200_000)
-    assert_refused(path, capsys, f"Cannot load {path}: RecursionError: ")
 
 
 def _replace_entry(path: Path, name: str, value: Any) -> None:
