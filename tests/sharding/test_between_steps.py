@@ -210,20 +210,24 @@ def test_hooks_on_shards_are_refused(pool2: RankPool, where: str, how: str) -> N
         assert "on_before_optimizer_step" in message
 
 
-def test_hooks_before_accumulation_are_refused_in_windows_counted_ahead(pool2: RankPool) -> None:
-    """FSDP2 calls those after accumulation alone."""
-    arguments = ({"count_window_ahead": True}, "Hooks", "on_fit_start", "register_hook")
-    for message in pool2.run(_outcome, *arguments):
-        assert isinstance(message, str), "nothing was refused"
-        assert "use register_post_accumulate_grad_hook with count_window_ahead=True" in message
+_AHEAD = {"count_window_ahead": True}
+_INSTEAD = "use register_post_accumulate_grad_hook with count_window_ahead=True"
+_WEIGHT = "student.blocks.0.linear.weight"
+ELSEWHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    # FSDP2 calls those after accumulation alone.
+    "ahead": (_AHEAD, "on_fit_start", "register_hook", _INSTEAD),
+    # They would see sums over label tokens.
+    "ddp": (STRATEGIES["ddp"], "on_train_start", "register_post_accumulate_grad_hook", _WEIGHT),
+}
 
 
-def test_hooks_on_replicated_parameters_are_refused(pool2: RankPool) -> None:
-    """They would see sums over label tokens."""
-    arguments = ("Hooks", "on_train_start", "register_post_accumulate_grad_hook")
-    for message in pool2.run(_outcome, STRATEGIES["ddp"], *arguments):
+@pytest.mark.parametrize("case", ELSEWHERE)
+@pytest.mark.every_case
+def test_hooks_are_refused(pool2: RankPool, case: str) -> None:
+    options, where, how, text = ELSEWHERE[case]
+    for message in pool2.run(_outcome, options, "Hooks", where, how):
         assert isinstance(message, str), "nothing was refused"
-        assert "student.blocks.0.linear.weight" in message
+        assert text in message
 
 
 # --- The end of a fit, and after it -----------------------------------------------------------------------------------

@@ -207,11 +207,8 @@ def test_a_buffer_that_a_conversion_tears_apart() -> None:
     assert all(torch.equal(part.angles, expected.double()) for part in (first, second))
 
 
-def test_attributes_of_parameters_stay() -> None:
+def test_tags_and_ties_stay() -> None:
     assert filled(Tagged).layer.bias.keeps_its_values
-
-
-def test_tied_parameters_stay_tied() -> None:
     model = filled(Tied)
     assert model.head.weight is model.embedding.weight
 

@@ -141,30 +141,6 @@ def test_auto_after_a_validation(pool2: RankPool) -> None:
         assert second["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
 
 
-class FailsToClose(Callback):
-    """Lets the end of the windows raise, where a write that is lost does."""
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        trainer.strategy._run.engine._hooks.append(self)
-
-    def remove(self) -> None:
-        raise RuntimeError("a write is lost")
-
-
-def _end_with_an_error() -> list[str]:
-    module = ModelModule(filled_decoder())
-    trainer = make_trainer(AutomodelStrategy(prefetch=2), limit_train_batches=1, callbacks=[FailsToClose()])
-    with pytest.raises(RuntimeError, match="a write is lost"):
-        trainer.fit(module, loader())
-    units = [unit for unit in fsdp2.fsdp_units(module) if unit._get_fsdp_state()._states_to_forward_prefetch]
-    return [type(unit).__name__ for unit in units]
-
-
-def test_none_after_a_run_that_ends_with_an_error(pool2: RankPool) -> None:
-    """The module is as it was before the run."""
-    assert pool2.run(_end_with_an_error) == [[]] * 2
-
-
 def test_what_is_retained_is_not_gathered_again(pool2: RankPool) -> None:
     """In the second micro-batch of a window nothing is gathered."""
     for _, events, _ in pool2.run(fit, {**LAYOUTS["kept"], "prefetch": 2}, batch_idx=1):

@@ -91,19 +91,15 @@ def test_parameters_that_sharding_has_replaced(pool2: RankPool, how: str) -> Non
         assert message.startswith(f"{HELD[how]} was used past the module")
 
 
-@pytest.mark.parametrize("how", ["dict", "data"])
-def test_ddp_replaces_nothing(pool2: RankPool, how: str) -> None:
-    """What the message advises is exact."""
-    options = {**ENGINES["ddp"], "ddp_kwargs": {"find_unused_parameters": True}}
+@pytest.mark.parametrize(("engine", "how"), [("ddp", "dict"), ("ddp", "data"), ("fsdp2", "module")])
+@pytest.mark.every_case
+def test_what_the_message_advises(pool2: RankPool, engine: str, how: str) -> None:
+    """It is exact; that somebody holds the parameter besides is nobody's business."""
+    options = {**ENGINES[engine]}
+    if engine == "ddp":
+        options["ddp_kwargs"] = {"find_unused_parameters": True}
     expected = Outcome(fit_plainly("HoldsParameter", (how,)), None)
     for weights in pool2.run(_outcome, options, "HoldsParameter", how):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-def test_taken_from_the_module(pool2: RankPool) -> None:
-    """The other advice; that somebody holds the parameter besides is nobody's business."""
-    expected = Outcome(fit_plainly("HoldsParameter", ("module",)), None)
-    for weights in pool2.run(_outcome, ENGINES["fsdp2"], "HoldsParameter", "module"):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 

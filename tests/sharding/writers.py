@@ -355,14 +355,6 @@ class Freezes(Writer):
         return self.distance(batch)
 
 
-class LooksOnOneRank(Writer):
-    """Looks at weights through `.data` on the first rank alone, as loggers do."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self.norms = [p.data.norm() for p in self.parameters()]
-
-
 class Clamps(Writer):
     """Clamps all weights, as a Wasserstein GAN's critic, in automatic optimization."""
 
@@ -436,7 +428,6 @@ MODULES = {
     "WritesHeld": WritesHeld,
     "AveragesIntoBuffers": AveragesIntoBuffers,
     "Freezes": Freezes,
-    "LooksOnOneRank": LooksOnOneRank,
     "Clamps": Clamps,
     "WassersteinGAN": WassersteinGAN,
 }

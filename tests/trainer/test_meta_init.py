@@ -262,23 +262,3 @@ def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, strict:
     for _, message in pool2.run(_resume, LAYOUTS["ddp"], str(tmp_path), persistent, strict):
         assert isinstance(message, str)
         assert "never initialized: model.slope. Give" in message
-
-
-def _error_without_initialiser(options: dict[str, Any]) -> str:
-    """Of the second of two attempts with the same module."""
-    with torch.device("meta"):
-        module = ModelModule(Forgetful(True))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="never initialized") as raised:
-            make_trainer(AutomodelStrategy(**options)).fit(module, loader())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"]
-)
-def test_what_nobody_initialises_raises(pool2: RankPool, options: dict[str, Any]) -> None:
-    """On every rank, by name, as often as it is tried."""
-    for message in pool2.run(_error_without_initialiser, options):
-        assert message.startswith("2 parameters or buffers of ModelModule were created on the meta")
-        assert "model.shift, model.slope" in message
