@@ -75,10 +75,10 @@ NOT_MESSAGES = {
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
-    ", units of experts alone over … in place of …": "of `FSDP unit … averages its gradients over`",
     "the work of rank … in …": "what others wait for, a part of `is missing at`",
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
+    "left whole where the model was sharded": "in describe()",
     "outside of every FSDP root": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",

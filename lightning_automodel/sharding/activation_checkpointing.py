@@ -1,8 +1,9 @@
 """Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +18,6 @@ from lightning_automodel.sharding.units import WrapPolicy, class_name, described
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
-_Buffers = dict[str, Tensor | None]
-
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -30,10 +29,8 @@ def _selective() -> Any:
         if op in _MATMULS:
             matmuls[context.is_recompute] += 1
         # Which operator computes attention depends on the device and the inputs.
-        is_kept = "scaled_dot_product" in str(op) or (
-            op in _MATMULS and matmuls[context.is_recompute] % 2 == 1
-        )
-        if is_kept:
+        is_second = op in _MATMULS and matmuls[context.is_recompute] % 2 == 1
+        if is_second or "scaled_dot_product" in str(op):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -49,34 +46,31 @@ class _Checkpoint:
 
     is_on = True  # until the run ends, which it may survive
 
-    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any], offloads: bool) -> None:
         self._offloads = offloads
-        self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self._kwargs = kwargs
         self._module = module
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         buffers = [holder._buffers for holder in self._module.modules() if holder._buffers]
-        met: list[_Buffers] = []
+        met: list[dict[str, Tensor | None]] = []
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a block without buffers
                 return compute(*args, **kwargs)
             if not met:
-                met.extend(map(_copy, buffers))
+                met.extend(deepcopy(buffers))
                 return compute(*args, **kwargs)
-            current = [{**held} for held in buffers]
+            current = list(map(dict, buffers))
             try:
-                _replace(buffers, map(_copy, met))
+                _replace(buffers, deepcopy(met))
                 return compute(*args, **kwargs)
             finally:
                 _replace(buffers, current)
 
-        if buffers:
-            run = _checkpoint_eagerly
-        else:
-            run = checkpoint
+        run = _checkpoint_eagerly if buffers else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
         with offloaded_activations() if self._offloads else nullcontext():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
@@ -87,11 +81,7 @@ class _Checkpoint:
 _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
 
 
-def _copy(buffers: _Buffers) -> _Buffers:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-
-
-def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
+def _replace(buffers: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
     for held, new in zip(buffers, values, strict=True):
         held.clear()
         held.update(new)
@@ -110,20 +100,26 @@ def checkpoint_blocks(
     """
     if choice is False:
         return []
-    contexts: Callable[[], Any] | None = None
+    kwargs: dict[str, Any] = {}
     if choice == "selective":
-        contexts = _selective
+        kwargs["context_fn"] = _selective
     elif callable(choice):
-        contexts = partial(create_selective_checkpoint_contexts, choice)
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, choice)
     if isinstance(choice, (set, frozenset)):
         blocks = instances_below(model, choice)
     else:
         blocks = units_of(model, policy, root_is_model)
     names = _names(model, blocks, f"activation_checkpointing={choice!r}")
     for block, name in zip(blocks, names, strict=True):
-        _check_mode(uncompiled(block), name)
+        layer = uncompiled(block)
+        if _has_switch(layer) and not layer.training:
+            raise ValueError(
+                f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
+                " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
+                " before trainer.fit."
+            )
     for block in blocks:
-        _let_recompute(block, _Checkpoint(uncompiled(block), contexts, choice == "offload"), patches)
+        _let_recompute(block, _Checkpoint(uncompiled(block), kwargs, choice == "offload"), patches)
     return names
 
 
@@ -158,15 +154,6 @@ def _unwrap(block: nn.Module, wrapped: Callable[..., Any], forward: Callable[...
     del block.forward
     if forward is not None:
         block.forward = forward
-
-
-def _check_mode(layer: nn.Module, name: str) -> None:
-    if _has_switch(layer) and not layer.training:
-        raise ValueError(
-            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
-            " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
-            " before trainer.fit."
-        )
 
 
 def _has_switch(block: nn.Module) -> bool:

@@ -62,26 +62,26 @@ def apply_fsdp2(
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    kwargs = _sharding_options(run_mesh, options.cpu_offload)
-    kwargs["ignored_params"] = {by_name[name] for name in plan.replicated}
+    shard = partial(
+        fully_shard,
+        ignored_params={by_name[name] for name in plan.replicated},
+        **_sharding_options(run_mesh, options.cpu_offload),
+    )
     for unit in plan.units:
-        fully_shard(
-            unit,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=unit_policy(policy),
-            **kwargs,
-        )
+        shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy))
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not
         # known, and parameters that stayed gathered would be stale after the next optimizer step.
         if root is not model:
-            fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy), **kwargs)
+            shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy))
             continue
+        whole_step = [root]
         if plan.head is not None:
-            fully_shard(plan.head, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
             mark_head(plan.head)
-        fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
-        _run_steps_as_forward(root, plan.units, plan.head)
+            whole_step.insert(0, plan.head)
+        for unit in whole_step:
+            shard(unit, reshard_after_forward=False, mp_policy=step_policy(policy))
+        _run_steps_as_forward(root, plan.units, cast(list[FSDPModule], whole_step))
         type(root).__name__ = class_name(root)  # messages of torch and Lightning name the user's class
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
@@ -117,17 +117,18 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(before.get(name, {}))
 
 
-def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn.Module | None) -> None:
+def _run_steps_as_forward(
+    model: nn.Module, own_units: list[nn.Module], whole_step: list[FSDPModule]
+) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
-    Those of the ``head`` are gathered with them: code of others computes losses from its weight, without
-    calling it. They stay gathered until the step returns: it may run backwards of its own, and go on with
-    the root's parameters. ``register_fsdp_forward_method`` would leave the root's own hooks in place, which
-    run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
+    Those of the head are gathered with them, as ``whole_step`` has it: code of others computes losses from its
+    weight, without calling it. They stay gathered until the step returns: it may run backwards of its own,
+    and go on with the root's parameters. ``register_fsdp_forward_method`` would leave the root's own hooks in
+    place, which run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
     before, after = fsdp2.detach_forward_hooks(root)
-    whole_step = [root] if head is None else [root, cast(FSDPModule, head)]
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -176,8 +177,18 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for group in fsdp2.fsdp_param_groups(model):
         unit = names[id(group.modules[0])]
         shards = [param.sharded_param for param in group.fsdp_params]
-        for num_expert in set(map(num_expert_ranks, shards)):
-            _check_averaging(unit, group, divisor // num_expert, num_expert > 1)
+        averaged_over = group.mesh_info.mesh.size()
+        for num_ranks in {divisor // num_expert_ranks(shard) for shard in shards} - {averaged_over}:
+            raise ValueError(
+                f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {num_ranks} hold"
+                f" different data for it: shard it over self.device_mesh[{SHARD!r}], or where there are replicas"
+                f" over self.device_mesh[{REPLICATE!r}, {SHARD!r}], and units of spread experts alone over"
+                f" {EXPERT_SHARD!r} in place of {SHARD!r}; under context_parallel_size leave it to the strategy."
+                " Experts that differ by rank need expert_parallel_size and spread_experts: as plain parameters"
+                " they would be overwritten by those of the first rank."
+            )
+        # The strategy divides by label tokens, whatever factor was set by hand.
+        overwrite(group, "gradient_divide_factor", None)
         managed.update(shards)
     for name, parameter in model.named_parameters():
         if num_expert_ranks(parameter) > 1 and parameter not in managed:
@@ -186,24 +197,6 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
                 " would average its gradients over the ranks that hold the same experts: let it be a"
                 " parameter of a module with a forward, below the LightningModule, and real."
             )
-
-
-def _check_averaging(unit: str, group: Any, num_ranks: int, is_expert: bool) -> None:
-    """Raise ValueError unless a unit's ``group`` averages over the ``num_ranks`` that hold the same parameter."""
-    averaged_over = group.mesh_info.mesh.size()
-    if averaged_over != num_ranks:
-        of_experts = ""
-        if is_expert:
-            of_experts = f", units of experts alone over {EXPERT_SHARD!r} in place of {SHARD!r}"
-        raise ValueError(
-            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {num_ranks} hold"
-            f" different data for it: shard it over self.device_mesh[{SHARD!r}], or where there are replicas"
-            f" over self.device_mesh[{REPLICATE!r}, {SHARD!r}]{of_experts}; under context_parallel_size leave"
-            " it to the strategy. Experts that differ by rank need expert_parallel_size and spread_experts:"
-            " as plain parameters they would be overwritten by those of the first rank."
-        )
-    # The strategy divides by label tokens, whatever factor was set by hand.
-    overwrite(group, "gradient_divide_factor", None)
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:

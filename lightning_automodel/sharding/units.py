@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -129,13 +129,9 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
     """The FSDP2 modules below the roots; for a model without FSDP2 modules, the units that it would get."""
     if not has_fsdp_units(model):
         return plan_sharding(model, policy, root_is_model).units
-    roots = {id(root) for root in fsdp_roots(model)}
-
-    def is_unit(module: nn.Module) -> bool:
-        is_apart = id(module) not in roots and not is_head(module)
-        return is_apart and isinstance(module, FSDPModule) and len(fsdp_units(module)) == 1
-
-    return distinct(outermost(model, is_unit))
+    roots = fsdp_roots(model)
+    made: list[Any] = fsdp_units(model)
+    return [unit for unit in made if unit not in roots and not is_head(unit) and len(fsdp_units(unit)) == 1]
 
 
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
@@ -213,7 +209,7 @@ def callable_children(module: nn.Module) -> Iterator[nn.Module]:
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Each module once, in the order of its first occurrence."""
-    return list({id(module): module for module in modules}.values())
+    return list(dict.fromkeys(modules))
 
 
 def _uses(model: nn.Module) -> Counter[nn.Module | nn.Parameter]:
