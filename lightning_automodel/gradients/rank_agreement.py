@@ -1,7 +1,7 @@
 """What ranks tell each other where a window ends: its sums, and in which batch and with which units they end it."""
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,9 @@ _FACTOR = 648_053
 """Makes one number of several, below `NUMBERS`: few epochs and tens of thousands of batches give different ones."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a rank ends a window.
+class Position(NamedTuple):
+    """Where a rank ends a window: in which epoch, and with which batch of it."""
 
-    Attributes:
-        order: Of the FSDP units that its forwards have used, see :class:`Window`.
-        epoch: Of training.
-        batch: The index of the last batch in it.
-    """
-
-    order: int
     epoch: int
     batch: int
 
@@ -73,7 +65,7 @@ class RankAgreement:
 
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
         """
-        number = ((own.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
+        number = ((window.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         is_pinned = self._device.type != "cpu"

@@ -302,8 +302,7 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        position = Position(window.order, epoch, batch)
-        totals, unused = self.agreement.sum_over_ranks(window, position, backward.zero_filled)
+        totals, unused = self.agreement.sum_over_ranks(window, Position(epoch, batch), backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
         factor = rescale_clip.gradient_factor(totals[0], self.divisor)
