@@ -184,26 +184,14 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     )
 
 
-def _is_whole(described: dict[str, Any]) -> bool:
-    return any(group.startswith("whole") for group in described["groups"])
-
-
 def summary(described: dict[str, Any]) -> str:
-    """The result of ``describe()`` in one line."""
+    """What a run starts with, by ``describe()``, in one line."""
     sizes = {name: size for name, size in described["mesh"].items() if size > 1}
     if sizes.keys() & {REPLICATE, SHARD}:
         sizes.pop(DATA, None)  # their product
     ranks = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "one rank"
-    units = described.get("units")
-    parts = [
-        f"{described['data_parallel']} over {ranks}",
-        *([] if units is None else [f"{len(units)} FSDP units beside the root"]),
-        f"precision {described['precision']['trainer']}",
-        f"gradients per {described['gradient_denominator']}",
-        *(
-            f"{choice['optimizer']} steps whole parameters"
-            for choice in described["optimizer_step"]
-            if _is_whole(choice)
-        ),
-    ]
-    return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."
+    return (
+        f"AutomodelStrategy: {described['data_parallel']} over {ranks}, precision"
+        f" {described['precision']['trainer']}, gradients per {described['gradient_denominator']};"
+        " trainer.strategy.describe() has the details."
+    )

@@ -13,7 +13,7 @@ from lightning_automodel.gradients.token_loss import TokenWeighting, count_sampl
 
 
 def test_summary_is_one_line() -> None:
-    """Engine, ranks, units, dtypes, denominator, and where the rest is."""
+    """Engine, ranks, dtypes, denominator, and where the rest is."""
     described = {
         "data_parallel": "fsdp2",
         "mesh": {
@@ -22,21 +22,14 @@ def test_summary_is_one_line() -> None:
             "data_parallel": 4,
             "tensor_parallel": 2,
         },
-        "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
         "gradient_denominator": "label token",
-        "optimizer_step": [
-            {"optimizer": "Muon", "groups": ["shards (why)", "whole (why)"]},
-            {"optimizer": "AdamW", "groups": ["shards (why)"]},
-        ],
     }
     assert summary(described) == (
-        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the"
-        " root, precision bf16-mixed, gradients per label token, Muon steps whole parameters;"
-        " trainer.strategy.describe() has the details."
+        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, precision bf16-mixed,"
+        " gradients per label token; trainer.strategy.describe() has the details."
     )
-    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, optimizer_step=[])
-    del described["units"]
+    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1})
     assert summary(described) == (
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"
         " trainer.strategy.describe() has the details."

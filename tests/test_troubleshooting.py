@@ -40,8 +40,9 @@ NOT_MESSAGES = {
         [f"callbacks/exactness/{name}.py" for name in EXACTNESS],
         "parts of a verdict, which docs/is_my_training_exact.md explains",
     ),
-    "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
-    "… FSDP units beside the root": "a part of that line",
+    "AutomodelStrategy: … over …, precision …, gradients per …; trainer.strategy.describe() has the details.": (
+        "what rank 0 says where all is well"
+    ),
     "… ranks have joined at … (backend …).": "a log line where all is well",
     "manual optimization may step between two forwards of one training step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"

@@ -462,7 +462,10 @@ class SmallCounts(WideLossModule):
     """Counts as the sums of class weights may be: a sum of losses is far below a mean."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self(batch), "num_label_tokens": 1e-6 * (batch["labels"] != -100).sum()}
+        return {
+            "loss": self(batch),
+            "num_label_tokens": 1e-6 * (batch["labels"] != -100).sum(dtype=torch.float32),
+        }
 
 
 def _fit_small_counts(options: dict[str, Any]) -> dict[str, Tensor]:
