@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
@@ -185,6 +187,31 @@ def test_labels_that_change_after_they_were_counted(pool2: RankPool) -> None:
         RankError, match=r"has counted \d+ label tokens .* training_step has \d+: change labels in the"
     ):
         pool2.run(_mask)
+
+
+class SlowDataset(Dataset):
+    def __init__(self) -> None:
+        self.batches = batches((8, 8))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        time.sleep(0.03)
+        return self.batches[index]
+
+
+def _wait_for_data() -> float:
+    seconds: list[float] = []
+    keep = LambdaCallback(on_train_end=lambda trainer, _: seconds.append(trainer.strategy.seconds_drawing))
+    trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=4, callbacks=[keep])
+    trainer.fit(LabelledModule(), DataLoader(SlowDataset(), batch_size=None))
+    return seconds[0]
+
+
+def test_drawing_ahead_is_waiting_for_data(pool2: RankPool) -> None:
+    """Three batches of each of two windows; Lightning draws the first."""
+    assert min(pool2.run(_wait_for_data)) >= 2 * 3 * 0.03
 
 
 class Peeks(Callback):
