@@ -96,6 +96,7 @@ NAMED = {
     "a_buffer_beside_padding": Case(
         engine="ddp", counter="transient", num_batches=2, more_batches=2, strategy=PADDED
     ),
+    "zeroed_in_mid_window": Case(num_batches=4, accumulation=(2,), hooks=("zero_in_mid_window",)),
     "windows_by_epoch": Case(num_batches=5, epochs=2, accumulation=(2, 3), optimizer="nesterov"),
     "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
     "offloaded_and_clipped": Case(
