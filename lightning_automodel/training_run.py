@@ -127,10 +127,6 @@ class TrainingRun:
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
-        log = update_wrapper(partial(log_full, module.log), module.log)
-        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-        for logging in (module, *callbacks):  # Lightning has given callbacks the module's method before
-            self.patches.set(logging, "log", log)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -159,9 +155,13 @@ class TrainingRun:
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
+        log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
-            self.inputs.leave_out_of_logs(self.patches)
+            log = self.inputs.leave_padding_out(log)
+        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        for logging in (module, *callbacks):  # Lightning has given callbacks the module's method before
+            self.patches.set(logging, "log", log)
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )

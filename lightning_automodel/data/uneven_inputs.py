@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +38,6 @@ from lightning_automodel.data.samplers import (
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import PatchStack
 
 _UNKNOWN = -1
 _TRAIN = "train"
@@ -186,11 +186,11 @@ class UnevenInputs:
                 " all ranks equally many batches (drop_last=True)."
             )
 
-    def leave_out_of_logs(self, patches: PatchStack) -> None:
-        """Let what steps and hooks log for padding batches, also those of callbacks, not count."""
+    def leave_padding_out(self, log: Callable[..., None]) -> Callable[..., None]:
+        """``log``, by which what steps and hooks log for padding batches, also those of callbacks, does not count."""
         module = self._trainer.lightning_module
-        log = module.log
 
+        @wraps(log)
         def log_data(*args: Any, **kwargs: Any) -> None:
             hook = lightning_internals.current_hook(module) or ""
             if not self.is_training or "epoch" in hook or hook == "on_train_start":
@@ -206,9 +206,7 @@ class UnevenInputs:
             finally:
                 self._is_in_step = is_in_step
 
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        for logging in (module, *callbacks):
-            patches.set(logging, "log", log_data)
+        return log_data
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""

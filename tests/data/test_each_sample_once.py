@@ -332,6 +332,7 @@ def _log_in_hooks(length: int, ahead: bool) -> tuple[dict[str, float], list[bool
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.has_started
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("length", "ahead"), [(8, False), (9, False), (9, True), (1, False)])
 def test_hooks_log_no_padding_batch(pool2: RankPool, length: int, ahead: bool) -> None:
     results = pool2.run(_log_in_hooks, length, ahead)
