@@ -76,7 +76,8 @@ NOT_MESSAGES = {
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
-    "the work of rank … in …": "what others wait for, a part of `is missing at`",
+    "… of … (group … of optimizer …)": "a part of `Ranks step with different options`",
+    "the work of rank … in … …": "what others wait for, a part of `is missing at`",
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
     "left whole where the model was sharded": "in describe()",
@@ -87,9 +88,7 @@ NOT_MESSAGES = {
     "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …, or have used"
     " different FSDP units in it": "two texts follow, which do",
     "A hook of the transfer of a batch": "of `… raised StopIteration`",
-    "asking the other ranks": "of `waited in vain`",
     "the end of an evaluation": "a barrier's name",
-    "two connections have reached two stores": "what joining tries again for",
     "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
 }
 

@@ -23,14 +23,6 @@ RUN_ON_ALL_RANKS = (
     " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
     " same parameters must be trainable on all ranks."
 )
-SEEN = {
-    PROCESS_ENDED: "was last seen",
-    MISSED_HEARTBEATS: "missed heartbeats, last seen",
-    MISSING: "is missing, last seen",
-    WAITED: "waited in vain",
-    KeyboardInterrupt.__name__: "was interrupted",
-}
-"""What others say of a rank that has not raised; of all others they say that it failed."""
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
 
 
@@ -81,9 +73,16 @@ class RankFailure:
     def __str__(self) -> str:
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        sentence = f"rank {self.rank} on {self.host} {SEEN.get(self.error, 'failed')} in {self.where}"
-        if self.error not in SEEN:
-            sentence += f": {self.error}"
+        # Whole sentences, so that whoever meets one finds it here.
+        sentences = {
+            PROCESS_ENDED: f"rank {self.rank} on {self.host} was last seen in {self.where}",
+            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
+            MISSING: f"rank {self.rank} on {self.host} is missing, last seen in {self.where}",
+            WAITED: f"rank {self.rank} on {self.host} waited in vain in {self.where}",
+            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
+        }
+        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
+        sentence = sentences.get(self.error, failed)
         if self.message:
             sentence += f": {self.message}"
         return sentence
