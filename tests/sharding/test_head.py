@@ -176,6 +176,35 @@ class CallsTheHead(ModelModule):
             self.returned = self.model.head(torch.ones(1, WIDTH, dtype=torch.float64, device=self.device))
 
 
+def _trained_on() -> tuple[list[float], list[float]]:
+    """Losses of a plain loop after a fit, and those of a whole copy."""
+    module = ModelModule(_make(TinyDecoder))
+    with every_head():
+        make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CASE2))
+    whole = _make(TinyDecoder)
+    whole.load_state_dict(full_weights(module.model))
+    ids = torch.arange(4)[None]
+    losses = []
+    for model in (module.model, whole):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.append([])
+        optimizer.zero_grad()  # the fit has left those of its last step
+        for _ in range(3):
+            loss = model(ids).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses[0], losses[1]
+
+
+def test_a_plain_loop_after_the_fit(pool2: RankPool) -> None:
+    """Nothing stays gathered after its backward, which the next step would use in place of new weights."""
+    for sharded, whole in pool2.run(_trained_on):
+        assert sharded == pytest.approx(whole, rel=1e-12)
+        assert whole[0] > whole[-1]
+
+
 def _called_alone() -> tuple[Tensor, Tensor, bool]:
     module = CallsTheHead(_make(TinyDecoder))
     with every_head():
