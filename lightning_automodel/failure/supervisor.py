@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.failures import (
+    PROCESS_ENDED,
     RankFailedError,
     RankFailure,
     is_communication_error,
@@ -47,7 +49,8 @@ class Supervisor:
 
     ``join`` joins the other ranks, and calls :meth:`start_watch`. ``before_posting`` is called after an exception
     on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
-    under this name. ``check_processes`` is called while ranks join; a launcher may set it.
+    under this name. A launcher may set ``find_ended``, which returns the ranks of processes that it has started
+    and that have ended since the last call, and how they ended.
     """
 
     def __init__(self, join: Callable[[], None], before_posting: Callable[[], None]) -> None:
@@ -59,7 +62,7 @@ class Supervisor:
         self._previous_handler: Any = None
         self._failed_at: float | None = None  # on the monotonic clock
         self.weights_only: bool | None = None
-        self.check_processes: Callable[[], None] = lambda: None
+        self.find_ended: Callable[[], dict[int, str]] = dict
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""
@@ -157,6 +160,12 @@ class Supervisor:
             except Exception as error:
                 log.warning("Tearing down after a failure has raised too: %r", error)
 
+    def check_processes(self) -> None:
+        """While joining: raise RankFailedError if a process that this one has started has ended."""
+        for rank, how in self.find_ended().items():
+            message = f"before all ranks had joined, its process {how}"
+            raise RankFailedError(RankFailure(rank, socket.gethostname(), "set-up", PROCESS_ENDED, message))
+
     def start_watch(
         self,
         rank: int,
@@ -184,6 +193,7 @@ class Supervisor:
         number = 0 if have_just_joined else process_group.next_number("runs")
         store = dist.PrefixStore(f"run/{number}", connection)
         self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
+        self.watch.find_ended = self.find_ended
         self.watch.interrupts = self._patch_sigterm()
         self.watch.start()
 

@@ -10,6 +10,7 @@ What a watch holds of its rank, besides its heart:
     stop                  the agreement on a last step
     gets_on               set by the main thread, so that no standstill is logged; each beat unsets it
     interrupts            the main thread has a handler of SIGTERM, which raises a failure that is known
+    find_ended            ranks whose processes this one has started, and which have ended since the last call, and how
     leaves_by_itself      the main thread is not to be interrupted any more
 """
 
@@ -78,6 +79,7 @@ class Watch(Heart):
         self._leaving = threading.Lock()
         self.where = where
         self.interrupts = False
+        self.find_ended: Callable[[], dict[int, str]] = dict
         self.gets_on = True
         self._stands_since_s = 0.0
         self._at_line_since_s = 0.0
@@ -181,8 +183,13 @@ class Watch(Heart):
         own.stood_s = now - self._stands_since_s
 
     def exchange(self, values: Sequence[bytes]) -> None:
-        """Agree on a last step, warn of a standstill, and end what never ends."""
+        """Agree on a last step, tell how processes ended, warn of a standstill, and end what never ends."""
         self.stop.exchange(self.store, *values)
+        for rank, how in self.find_ended().items():
+            record = records_of(self.store, [rank])[rank]
+            if not record.has_left:
+                ended = f"its process {how}"
+                self.post(RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, ended))
         self._warn_of_standstill()
         self._end_what_never_ends()
 

@@ -1,7 +1,6 @@
 """Starting the ranks' processes: Lightning's launchers, whose supervisor runs the Trainer's function."""
 
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import MissingCountError
 from lightning_automodel.internals import lightning as lightning_internals
@@ -23,7 +21,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
     Lightning's launcher kills this process some seconds after another one has failed, whatever this one is
-    doing. Here it asks how they ended while ranks join; then the ranks watch each other.
+    doing. Here the supervisor asks how processes ended, and every rank leaves with the cause.
     """
 
     def __init__(
@@ -59,15 +57,12 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         first_rank = self.cluster_environment.node_rank() * self.num_processes
         running = dict(enumerate(self.procs, first_rank + 1))
 
-        def check() -> None:
-            for rank, process in running.items():
-                if process.poll() is not None:
-                    how = f"before all ranks had joined, its process {_describe_exit(process.returncode)}"
-                    raise RankFailedError(
-                        RankFailure(rank, socket.gethostname(), "set-up", PROCESS_ENDED, how)
-                    )
+        def find_ended() -> dict[int, str]:
+            """Ranks whose processes have ended since the last call, and how."""
+            ended = [rank for rank, process in running.items() if process.poll() is not None]
+            return {rank: _describe_exit(running.pop(rank).returncode) for rank in ended}
 
-        self._supervisor.check_processes = check
+        self._supervisor.find_ended = find_ended
         try:
             return self._supervisor.run(function, *args, **kwargs)
         except MissingCountError as error:

@@ -35,9 +35,9 @@ from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
-    "SIGKILL": (1, "its process has ended without a word"),
+    "SIGKILL": (1, "its process was ended by signal 9 (Killed)"),
     "exception": (1, "failed in training_step: ValueError: no labels here"),
-    "leave": (1, "its process has ended without a word"),
+    "leave": (1, "its process ended with exit status 0"),
     "broken": (1, "before all ranks had joined, its process ended with exit status 1"),
 }
 
