@@ -1,6 +1,6 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -20,10 +20,12 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -56,6 +58,10 @@ from lightning_automodel.sharding import checks, meta_init, weight_averaging
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -356,9 +362,16 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        start_method = self._options.start_method
+        environment = self.cluster_environment
         self._launcher = make_launcher(
-            self, self._options.start_method, self.num_processes, self.num_nodes, self._supervisor
+            self, start_method, self.num_processes, self.num_nodes, self._supervisor
         )
+        if environment is not None and environment.creates_processes_externally and start_method != "popen":
+            self._advice.say_once(
+                f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
+                " something else has started the processes."
+            )
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this process is."""
@@ -494,9 +507,8 @@ class AutomodelStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._required_run.patch_plugin()
-        if fitting and not (self._options.is_sharded and self._options.cpu_offload):
-            # They may come from an earlier fit, whose end moved them to the host.
-            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
+        if fitting:
+            self._move_optimizer_states()
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
@@ -539,6 +551,20 @@ class AutomodelStrategy(ParallelStrategy):
             zero_grad()
 
         self._patches.set(module, "on_validation_model_zero_grad", stop_or_zero_grad)
+
+    def _move_optimizer_states(self) -> None:
+        """Move them to their parameters: they may come from an earlier fit, whose end moved them to the host.
+
+        Shards stay where they are, and so do counters of steps, which optimizers expect where they made them.
+        """
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                device = parameter.device if isinstance(parameter, Tensor) else self.root_device
+                if not isinstance(state, MutableMapping):
+                    optimizer.state[parameter] = _moved(state, device)
+                    continue
+                for key in state.keys() - {"step"}:
+                    state[key] = _moved(state[key], device)
 
     @override
     def model_to_device(self) -> None:

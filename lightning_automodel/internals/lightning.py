@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint

@@ -196,6 +196,15 @@ def test_refused_start_methods() -> None:
             AutomodelStrategy(start_method=method)
 
 
+def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else has started them."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.warns(
+        UserWarning, match="start_method='fork' has no effect: LightningEnvironment says that"
+    ):
+        make_trainer("fork")
+
+
 def test_second_fit_is_refused() -> None:
     """Optimizer states and loops were in processes that have ended."""
     trainer = make_trainer("fork")
