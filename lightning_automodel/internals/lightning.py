@@ -148,7 +148,6 @@ def compute_metrics_again(trainer: Trainer) -> None:
     epoch_metrics(trainer)
 
 
-SWAP_MODELS = "_swap_models"  # of WeightAveraging: the average and the weights change places
 STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_automodel.internals.lightning import SWAP_MODELS
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
@@ -58,9 +57,13 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def swap(callback: Callback, swap_models: Callable[..., None], *args: Any) -> None:
-        swap_models(*args)
-        swapped.symmetric_difference_update({callback})
+    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        swapped.add(callback)
+
+    def swap_back(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        swapped.discard(callback)
 
     def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
         hook(*args)
@@ -70,10 +73,14 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    methods = {SWAP_MODELS: swap, "on_save_checkpoint": save}
+    hooks = {
+        "on_validation_epoch_start": swap,
+        "on_validation_epoch_end": swap_back,
+        "on_save_checkpoint": save,
+    }
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name, replacement in methods.items():
+            for name, replacement in hooks.items():
                 patches.set(callback, name, partial(replacement, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
