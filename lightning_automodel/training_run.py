@@ -79,8 +79,8 @@ class TrainingRun:
         module = self.module
         plugin = self.plugin
         options = self._options
+        precision.check_precision(plugin, options.data_parallel)
         if options.is_sharded:
-            precision.check_precision(plugin)
             precision.check_conversion(plugin, module)
         if fitting and options.count_window_ahead:
             checks.check_ahead(module)

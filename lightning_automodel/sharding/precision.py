@@ -38,22 +38,18 @@ FSDP2_PRECISIONS = {
 """The dtype of computation for each Trainer precision that FSDP2 supports; under 32-true the module's own counts."""
 
 
-_UNSUPPORTED = (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    TransformerEnginePrecision,
-    XLAPrecision,
-)
-
-
-def check_precision(plugin: Precision) -> None:
-    """Raise ValueError for a plugin that replaces layers or parameters, which FSDP2 shards, or of another strategy."""
-    if isinstance(plugin, _UNSUPPORTED) or plugin.precision not in FSDP2_PRECISIONS:
-        raise ValueError(
-            f"data_parallel='fsdp2' does not work with {type(plugin).__name__}: choose Trainer(precision=...)"
-            f" from {', '.join(FSDP2_PRECISIONS)}, or for layers that a plugin replaces data_parallel='ddp'."
-        )
+def check_precision(plugin: Precision, data_parallel: str) -> None:
+    """Raise ValueError for a plugin of another strategy, and under FSDP2 for one that replaces layers or parameters."""
+    foreign = isinstance(plugin, (DeepSpeedPrecision, FSDPPrecision, XLAPrecision))
+    replacing = isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision))
+    is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
+    if not foreign and (data_parallel == "ddp" or is_known):
+        return
+    way_out = "." if foreign else ", or data_parallel='ddp'."
+    raise ValueError(
+        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
+        f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
+    )
 
 
 def resolve_policy(

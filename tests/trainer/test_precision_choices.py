@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, TransformerEnginePrecision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
@@ -21,7 +21,7 @@ from tests.trainer.runs import first_by_default, loader, make_trainer
 DDP = {"data_parallel": "ddp"}
 BF16 = torch.bfloat16
 FP16 = torch.float16
-PLUGINS = {"engine": TransformerEnginePrecision}
+PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision}
 
 
 def _error(options: dict[str, Any], precision: str) -> str:
@@ -52,6 +52,11 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
                 "engine",
                 {},
                 "does not work with TransformerEnginePrecision: choose Trainer(precision=...) from",
+            ),
+            (
+                "fsdp",
+                DDP,
+                "'ddp' does not work with FSDPPrecision: choose Trainer(precision=...) from 32-true",
             ),
             ("16-mixed", policy(FP16), "nothing"),
             ("bf16-true", policy(None), "nothing"),
