@@ -97,7 +97,11 @@ class StepMonitor(Callback):
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
         # Tensors on the host, since Lightning reads values of the progress bar in every batch.
         on_host = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        pl_module.log_dict(on_host, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        for name, value in on_host.items():
+            # By the class: they are of all ranks, whether or not this one has a padding batch.
+            type(pl_module).log(
+                pl_module, name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False
+            )
         self.history.append({"step": step, **values})
 
 

@@ -41,6 +41,8 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _TRAIN = "train"
+_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
+_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class UnevenInputs:
@@ -308,12 +310,9 @@ class UnevenInputs:
 
     def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
         """Note the batch that is about to be evaluated, and the next one; ValueError if its loader is not known."""
-        stage = self._stage
-        loaders = CombinedLoader(getattr(self._trainer, f"{stage}_dataloaders")).flattened
+        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
         is_one = len(loaders) == 1
-        if stage == "val":
-            stage = "validation"
-        step = getattr(self._trainer.lightning_module, f"{stage}_step")
+        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.
         if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
             raise ValueError(
@@ -393,4 +392,6 @@ class UnevenInputs:
         trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        return getattr(trainer, f"{trainer.state.stage.value}_loop")  # type: ignore[union-attr]
+        return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
+            self._stage
+        ]

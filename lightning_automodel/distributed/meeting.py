@@ -84,11 +84,16 @@ def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
 
 
 def outcome_of(value: bytes) -> list[Any] | None:
-    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet."""
+    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet.
+
+    RankFailedError if the meeting has ended with a failure.
+    """
     if value.decode() == NONE:
         return None
-    said: list[Any] = json.loads(value)
-    return said
+    said = json.loads(value)
+    if isinstance(said, dict):
+        raise RankFailedError(RankFailure(**said))
+    return list(said)
 
 
 def meet(
@@ -124,13 +129,13 @@ def meet(
     make(store, keys)
     while True:
         posted, outcome = store.multi_get(keys)
-        # Before the outcome: whoever comes late completes a meeting that others have left with the failure.
-        failure = parse_failure(posted)
-        if failure is not None:
-            raise RankFailedError(failure)
         said = outcome_of(outcome)
         if said is not None:
             return said
+        if posted.decode() != NONE:
+            # For all who meet: a failure that is posted once all have come leaves each with what they said.
+            first(store, f"{at}/outcome", posted.decode())
+            continue
         check()
         waited_s = time.monotonic() - began_at
         if waited_s > looks_at_s:

@@ -3,6 +3,7 @@
 Those of FSDP2 and of process groups stand in the files beside this one.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -107,6 +108,13 @@ _COMPILED = "_orig_mod"
 def without_wrappers(name: str) -> str:
     """A parameter's name without the prefixes of ``torch.compile`` and activation checkpointing."""
     return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def copy_tensors(original: nn.Module, into: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the empty module ``into`` a copy of the parameters and buffers that ``original`` itself has."""
+    into._parameters = copy.deepcopy(original._parameters, memo)
+    into._buffers = copy.deepcopy(original._buffers, memo)
+    into._non_persistent_buffers_set = set(original._non_persistent_buffers_set)
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

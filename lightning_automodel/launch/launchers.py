@@ -1,6 +1,7 @@
 """Starting the ranks' processes: Lightning's launchers, whose supervisor runs the Trainer's function."""
 
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -55,14 +56,8 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         self.procs = list(watched)
         watched.clear()
         first_rank = self.cluster_environment.node_rank() * self.num_processes
-        running = dict(enumerate(self.procs, first_rank + 1))
-
-        def find_ended() -> dict[int, str]:
-            """Ranks whose processes have ended since the last call, and how."""
-            ended = [rank for rank, process in running.items() if process.poll() is not None]
-            return {rank: _describe_exit(running.pop(rank).returncode) for rank in ended}
-
-        self._supervisor.find_ended = find_ended
+        _started.update(enumerate(self.procs, first_rank + 1))
+        self._supervisor.find_ended = _find_ended
         try:
             return self._supervisor.run(function, *args, **kwargs)
         except MissingCountError as error:
@@ -72,6 +67,16 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             if not dist.is_initialized():
                 # They would wait for this rank for their whole timeout.
                 self.kill(signal.SIGTERM)
+
+
+_started: dict[int, subprocess.Popen[bytes]] = {}
+"""The processes that this one has started and that have not ended, by rank; a later Trainer trains in them too."""
+
+
+def _find_ended() -> dict[int, str]:
+    """Ranks whose processes have ended since the last call, and how."""
+    ended = [rank for rank, process in _started.items() if process.poll() is not None]
+    return {rank: _describe_exit(_started.pop(rank).returncode) for rank in ended}
 
 
 def _describe_exit(status: int) -> str:

@@ -5,7 +5,6 @@ refuses the copy. So their hook runs once the module is distributed, with a copy
 Each rank averages its own shards, without communication.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.internals.torch import copy_tensors, without_wrappers
 from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.units import class_name
 
@@ -100,10 +99,7 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             # A wrapper and what it wraps, which comes next and has the tensors, have one path.
             into = nn.Module()
             copied.set_submodule(own_path, into)
-        # Shared tensors stay shared.
-        into._parameters = copy.deepcopy(original._parameters, memo)
-        into._buffers = copy.deepcopy(original._buffers, memo)
-        into._non_persistent_buffers_set = set(original._non_persistent_buffers_set)
+        copy_tensors(original, into, memo)  # with one memo: shared tensors stay shared
     return copied
 
 

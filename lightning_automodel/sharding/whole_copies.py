@@ -39,12 +39,6 @@ AUGMENTED = """
 
 
 _UNNAMED = "a tensor"
-_FOLLOWED = (
-    "a sharded tensor that autograd follows. Write parameters under torch.no_grad(), and call functions without"
-    " the underscore on what is computed from them."
-)
-
-
 # --- Communication --------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +233,11 @@ def _refuse_derivatives(shard: Tensor) -> None:
     """Let a backward raise that reaches what was written to ``shard``: it would leave out what autograd follows."""
 
     def refuse(_: Tensor) -> None:
-        raise RuntimeError(f"A backward reaches what was written in place to {_FOLLOWED}")
+        raise RuntimeError(
+            "A backward reaches what was written in place to a sharded tensor that autograd follows: write"
+            " parameters under torch.no_grad(), and call functions without the underscore on what is computed"
+            " from them."
+        )
 
     if shard.is_floating_point():
         zero = torch.zeros((), dtype=shard.dtype, device=shard.device, requires_grad=True)
@@ -252,7 +250,10 @@ def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     targets = [target for target in written(function, args, kwargs) if isinstance(target, DTensor | View)]
     # Functions of torch.nn.init do it themselves under no_grad.
     if any(map(is_recorded, targets)) and getattr(function, "__module__", None) != nn.init.__name__:
-        raise RuntimeError(f"{function.__name__} writes in place to {_FOLLOWED}")
+        raise RuntimeError(
+            f"{function.__name__} writes in place to a sharded tensor that autograd follows: write parameters"
+            " under torch.no_grad(), and call functions without the underscore on what is computed from them."
+        )
     follows = bool(targets) and tree_any_only(Tensor, is_recorded, (args, kwargs))
     # By the ids of the tensors, which must live as long.
     copies: dict[int, tuple[Tensor, GatheredCopy]] = {}

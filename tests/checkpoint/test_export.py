@@ -415,5 +415,5 @@ def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_export_on_rank_zero, str(tmp_path / "model"))
     message = caught.value.failures[0].splitlines()[-1]
-    assert "barrier 'export_hugging_face' for ranks 1:" in message
+    assert "('export_hugging_face') for ranks 1:" in message
     assert not list(tmp_path.iterdir())

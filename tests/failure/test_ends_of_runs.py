@@ -331,7 +331,7 @@ def _cannot_leave(rank: int, port: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "LONGEST_LEAVING_S", 0.1)
         patch.setattr(process_group, "group_size", lambda: 2)
-        patch.setattr(process_group, "_leave", lambda **_: time.sleep(PATIENCE_S))
+        patch.setattr(process_group, "_leave", lambda *_: time.sleep(PATIENCE_S))
         try:
             raise ValueError("no labels here")
         except ValueError:

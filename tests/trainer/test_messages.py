@@ -184,7 +184,7 @@ ERRORS: dict[str, tuple[type[ModelModule], dict[str, Any], dict[str, Any], list[
         {},
         ["ValueError", "num_label_tokens that training_step returned", "-3"],
     ),
-    "several": (SeveralCounts, {}, {}, ["TypeError", "tensor of one element, got tensor([1., 1.])"]),
+    "several": (SeveralCounts, {}, {}, ["TypeError", "tensor of one element", "got tensor([1., 1.])"]),
     "steps_in_setup": (CountsStepsInSetup, {}, {}, ["take it in configure_optimizers or on_fit_start"]),
     "another_model": (
         CollectsOthers,
