@@ -186,19 +186,22 @@ def test_weights_are_those_of_one_process(
         (2, {"uneven_inputs": "pad"}, "own sampler"),
         (4, {"data_parallel_replicate_size": 2}, "automatic"),
         (4, {"data_parallel": "ddp"}, "manual"),
+        (4, {"tensor_parallel_size": 2}, "tensor parallel"),
     ],
 )
 def test_other_ways_to_train(
     pool2: RankPool, pool4: RankPool, num_ranks: int, options: dict[str, Any], kind: str
 ) -> None:
     """Three of four ranks have no row of the last batch, or one of two."""
-    length = num_ranks * 6 + 1
+    peers = options.get("tensor_parallel_size", 1)  # which have the padding batch together
+    num_shares = num_ranks // peers
+    length = num_shares * 6 + 1
     settings = {"accumulate_grad_batches": 1 if kind == "manual" else 2}
     pool = pool2 if num_ranks == 2 else pool4
     results = pool.run(_fit, options, length, {"batch_size": 2}, settings, kind)
-    order = order_of(results)
+    order = order_of(results[::peers])
     assert sorted(order) == list(range(length))
-    expected = Outcome(plain_weights(length, order, 2 * num_ranks, 2), None)
+    expected = Outcome(plain_weights(length, order, 2 * num_shares, 2), None)
     for result in results:
         assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
         assert (result["rows"], result["told"]) == (length, [])
@@ -447,16 +450,6 @@ class TensorParallel(Trains):
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
 
-def test_ranks_that_share_their_rows(pool4: RankPool) -> None:
-    """Tensor-parallel peers have the padding batch together."""
-    results = pool4.run(_fit, {"tensor_parallel_size": 2}, 21, {"batch_size": 5}, {}, "tensor parallel")
-    order = order_of(results[::2])
-    assert sorted(order) == list(range(21))
-    expected = Outcome(plain_weights(21, order, 10, 1), None)
-    for result in results:
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
-
-
 class Normalised(Trains):
     """Normalises the logits by running statistics, which each batch changes."""
 
@@ -548,7 +541,15 @@ class Saves(Callback):
             trainer.save_checkpoint(self.folder / str(self.batches))
 
 
-def _save(options: dict[str, Any], folder: Path, after: tuple[int, ...], length: int, size: int) -> Any:
+def _train(
+    options: dict[str, Any],
+    length: int,
+    size: int,
+    folder: Path,
+    after: tuple[int, ...] = (),
+    path: Path | None = None,
+) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """Whole weights after two epochs, which may save or go on from a checkpoint, and the rows that were seen."""
     module = Trains()
     trainer = make_trainer(
         AutomodelStrategy(**options),
@@ -556,16 +557,6 @@ def _save(options: dict[str, Any], folder: Path, after: tuple[int, ...], length:
         accumulate_grad_batches=2,
         use_distributed_sampler=True,
         callbacks=[Saves(folder, after)],
-        enable_checkpointing=True,
-    )
-    trainer.fit(module, DataLoader(Rows(length), size, shuffle=True))
-    return full_weights(module.model), module.seen
-
-
-def _resume(options: dict[str, Any], path: Path, length: int, size: int) -> Any:
-    module = Trains()
-    trainer = make_trainer(
-        AutomodelStrategy(**options), max_epochs=2, accumulate_grad_batches=2, use_distributed_sampler=True
     )
     trainer.fit(module, DataLoader(Rows(length), size, shuffle=True), ckpt_path=path)
     return full_weights(module.model), module.seen
@@ -576,9 +567,9 @@ def _resume(options: dict[str, Any], path: Path, length: int, size: int) -> Any:
 def test_resuming(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     """Before, after and at the padding batch, and within a window: the same rows to the end, and the same bits."""
     after = (1, 2, 3, 5)
-    calm = pool2.run(_save, ENGINES[engine], tmp_path, after, 21, 5)
+    calm = pool2.run(_train, ENGINES[engine], 21, 5, tmp_path, after)
     for number in after:
-        resumed = pool2.run(_resume, ENGINES[engine], tmp_path / str(number), 21, 5)
+        resumed = pool2.run(_train, ENGINES[engine], 21, 5, tmp_path, (), tmp_path / str(number))
         for (weights, seen), (calm_weights, calm_seen) in zip(resumed, calm, strict=True):
             assert seen == calm_seen[len(calm_seen) - len(seen) :]
             assert all(torch.equal(weights[name], calm_weights[name]) for name in weights)
@@ -587,8 +578,8 @@ def test_resuming(pool2: RankPool, tmp_path: Path, engine: str) -> None:
 
 def test_resuming_on_fewer_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     """Four ranks have used 16 of 25 rows. Two go on with the other nine, of which the last is one rank's alone."""
-    used = [rows_of(seen[:2]) for _, seen in pool4.run(_save, {}, tmp_path, (2,), 25, 2)]
-    rest = [rows_of(seen) for _, seen in pool2.run(_resume, {}, tmp_path / "2", 25, 2)]
+    used = [rows_of(seen[:2]) for _, seen in pool4.run(_train, {}, 25, 2, tmp_path, (2,))]
+    rest = [rows_of(seen) for _, seen in pool2.run(_train, {}, 25, 2, tmp_path, (), tmp_path / "2")]
     epoch = [index for rows in used for index in rows] + rest[0][:5] + rest[1][:4]
     assert sorted(epoch) == list(range(25))
     assert [len(rows) for rows in rest] == [5 + 13, 4 + 12]

@@ -79,6 +79,7 @@ class Training:
     counts: tuple[int, ...]
     accumulation: tuple[int, ...]
     pads: bool = False
+    ahead: bool = True
     is_stream: bool = False
     num_workers: int = 0
     limit: int | float | None = None
@@ -145,7 +146,9 @@ def draw_training(seed: int) -> Training:
         loss_reduction=rng.choice(["mean", "mean", "sum"]) if per_token else "mean",
     )
     interval = rng.choice([None, rng.randrange(1, setting.num_batches + 1)])
-    return replace(setting, val_check_interval=interval)
+    # Auxiliary losses need it. Apart, so that a seed has the same other draws without it.
+    ahead = setting.has_aux or bool(setting.without) or random.Random(f"{seed} ahead").random() < 0.6
+    return replace(setting, val_check_interval=interval, ahead=ahead)
 
 
 class Trained(LightningModule):
@@ -182,7 +185,7 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     ranks, tensor, options = ENGINES[setting.engine]
     own = setting.batches()[dist.get_rank() // tensor]
     strategy = AutomodelStrategy(
-        count_window_ahead=True,
+        count_window_ahead=setting.ahead,
         uneven_inputs="pad" if setting.pads else "error",
         per_token_loss=setting.per_token_loss,
         loss_reduction=setting.loss_reduction,  # type: ignore[arg-type]

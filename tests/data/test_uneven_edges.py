@@ -110,24 +110,34 @@ class LogsInHook(LabelledModule):
         self.log("x", 1.0, on_step=True, on_epoch=True, sync_dist=True)
 
 
+class LogsEachStep(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("x", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
+
+
 class GathersInHook(LabelledModule):
     def on_validation_batch_start(self, *args: Any) -> None:
         self.all_gather(torch.ones(1))
 
 
-def _reduce_in_hook(module: Any, counts: tuple[int, int]) -> None:
+def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
     make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
 
 
-@pytest.mark.parametrize("module", [LogsInHook, GathersInHook])
-def test_a_value_reduced_in_a_hook_of_a_batch(pool2: RankPool, module: Any) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [
+        (LogsInHook, "on_validation_batch_end"),
+        (LogsEachStep, "validation_step"),
+        (GathersInHook, "on_validation_batch_start"),
+    ],
+)
+def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
-    for counts in ((5, 3), (4, 3)):
-        with pytest.raises(
-            RankError, match=r"within on_validation_batch_\w+, but not on rank 1, whose data has ended"
-        ):
-            pool2.run(_reduce_in_hook, module, counts)
-    assert pool2.run(_reduce_in_hook, module, (3, 3)) == [None, None]
+    with pytest.raises(RankError, match=f"within {where}, but not on rank 1, whose data has ended"):
+        pool2.run(_reduce_in, module, (4, 3))
+    assert pool2.run(_reduce_in, module, (3, 3)) == [None, None]
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -165,28 +175,6 @@ def test_a_loader_that_is_equal_after_one_that_was_not(pool2: RankPool, ahead: b
     """It is padded no more, and its length is known."""
     assert pool2.run(_reload, [(2, 4), (3, 3)], ahead) == [(2, 7, 3), (0, 7, 3)]
     assert pool2.run(_reload, [(3, 3), (2, 4)], ahead) == [(2, 7, 4), (0, 7, 4)]
-
-
-class Masks(LabelledModule):
-    """Drops label tokens after the batch was drawn."""
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        labels = batch["labels"].clone()
-        labels[:, ::2] = -100
-        return {**batch, "labels": labels}
-
-
-def _mask() -> None:
-    trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=2)
-    trainer.fit(Masks(), loader_of((4, 4)))
-
-
-def test_labels_that_change_after_they_were_counted(pool2: RankPool) -> None:
-    """Gradients were divided by another number of tokens than they hold."""
-    with pytest.raises(
-        RankError, match=r"has counted \d+ label tokens .* training_step has \d+: change labels in the"
-    ):
-        pool2.run(_mask)
 
 
 class SlowDataset(Dataset):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +19,10 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.data.batches import TrackedLoader
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import Batch, micro_batches
+from tests.trainer.exactness import micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
 
 NUM_BATCHES = (5, 3)
-CASE4 = replace(CASE, num_ranks=4)
 
 
 class Stream(IterableDataset):
@@ -38,7 +36,7 @@ class Stream(IterableDataset):
 
 
 def _loader(counts: tuple[int, ...], is_stream: bool) -> DataLoader:
-    batches = micro_batches(CASE if len(counts) == 2 else CASE4)[dist.get_rank()][: counts[dist.get_rank()]]
+    batches = micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]
     return DataLoader(Stream(batches) if is_stream else batches, batch_size=None)
 
 
@@ -134,22 +132,6 @@ def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
     assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
 
 
-class LogsEachStep(LabelledModule):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("loss", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
-
-
-def _log_each_step() -> None:
-    make_trainer(AutomodelStrategy()).validate(LogsEachStep(), _loader(NUM_BATCHES, False))
-
-
-def test_a_value_reduced_within_a_step_raises_where_a_rank_takes_none(pool2: RankPool) -> None:
-    """It would wait for a rank that has no data left."""
-    with pytest.raises(RankError) as raised:
-        pool2.run(_log_each_step)
-    assert "within validation_step, but not on rank 1, whose data has ended" in raised.value.failures[0]
-
-
 def _count_gathers(is_stream: bool) -> int:
     calls = 0
     gather = dist.all_gather
@@ -221,29 +203,6 @@ def test_gathering_what_ranks_have_unequally_many_of(pool2: RankPool) -> None:
     assert pool2.run(_gather_at_the_end, True) == [list(map(float, range(9)))] * 2
     told = "self.all_gather() of tensors of the shapes [(2,), (1,)]"
     assert all(message.startswith(told) for message in pool2.run(_gather_at_the_end, True, True))
-
-
-def _share_a_sampler() -> list[list[int]]:
-    seen: list[list[int]] = []
-
-    class Trains(Numbers):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            seen[-1].extend(batch.int().tolist())
-            return 0.0 * next(self.parameters()).sum()
-
-        def on_train_epoch_start(self) -> None:
-            seen.append([])
-
-    data = torch.arange(7.0)
-    loader = DataLoader(data, 1, sampler=torch.utils.data.DistributedSampler(data, shuffle=False))
-    trainer = make_trainer(AutomodelStrategy(per_token_loss=False), max_epochs=2, num_sanity_val_steps=2)
-    trainer.fit(Trains(), loader, loader)
-    return [*seen, loader.sampler.num_samples]  # type: ignore[list-item]
-
-
-def test_a_sampler_that_training_shares_with_validation(pool2: RankPool) -> None:
-    """Validation takes copies that do not repeat; the loader keeps its own, and training goes on with it."""
-    assert pool2.run(_share_a_sampler) == [[[0, 2, 4, 6], [0, 2, 4, 6], 4], [[1, 3, 5, 0], [1, 3, 5, 0], 4]]
 
 
 def test_a_tracked_loader_says_what_it_is() -> None:

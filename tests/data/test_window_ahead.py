@@ -92,6 +92,15 @@ class ReturnsAnotherCount(LabelledModule):
         return {"loss": self(batch), "num_label_tokens": 1234}
 
 
+class DropsLabels(LabelledModule):
+    """After the batch was drawn: gradients would be divided by another number of tokens than they hold."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        labels = batch["labels"].clone()
+        labels[:, ::2] = -100
+        return {**batch, "labels": labels}
+
+
 class LengthensTheWindow(LabelledModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.accumulate_grad_batches = 3
@@ -117,9 +126,9 @@ class StepsInBackward(LabelledModule):
             parameter.register_post_accumulate_grad_hook(step)
 
 
-def _misuse(module: Any, options: dict[str, Any]) -> None:
+def _misuse(module: type[LabelledModule], options: dict[str, Any]) -> None:
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=2)
-    trainer.fit(module, DataLoader(_batches(4), batch_size=None))
+    trainer.fit(module(), DataLoader(_batches(4), batch_size=None))
 
 
 AHEAD = {"count_window_ahead": True}
@@ -132,6 +141,7 @@ AHEAD = {"count_window_ahead": True}
         (ReturnsModelOutput, AHEAD, r"model.config.router_aux_loss_coef \* out.aux_loss"),
         (HasAuxiliaryLoss, {}, "Pass count_window_ahead=True"),
         (ReturnsAnotherCount, AHEAD, r"has counted \d+ label tokens .* training_step has 1234"),
+        (DropsLabels, AHEAD, r"has counted \d+ label tokens .* training_step has \d+: change labels in the"),
         (LengthensTheWindow, AHEAD, r"counted ahead as \d micro-batches .* ends after 3 backward"),
         (DrawsItsBatches, AHEAD, "takes the batch instead of a dataloader_iter"),
         (
@@ -150,11 +160,7 @@ AHEAD = {"count_window_ahead": True}
 )
 def test_misuse_is_told(pool2: RankPool, module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RankError, match=message):
-        pool2.run(_misuse_of, module, options)
-
-
-def _misuse_of(module: Any, options: dict[str, Any]) -> None:
-    _misuse(module(), options)
+        pool2.run(_misuse, module, options)
 
 
 # --- Steps in the backward --------------------------------------------------------------------------------------------
