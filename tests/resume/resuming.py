@@ -524,25 +524,6 @@ def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str
     return found
 
 
-def compare_chain(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
-    """Runs on every rank: what differs between a fit and one that was resumed, and what that saved, resumed again."""
-    trainer, undisturbed = run(setting)
-    path = None
-    has_repeated = False
-    for index, (hook, when) in enumerate(stops):
-        saver = Saver(hook, when, folder / f"{index}.ckpt")
-        run(setting, saver, seed=index + 3, ckpt_path=path) if path else run(setting, saver)
-        if saver.logged < 0:
-            break
-        path = saver.path
-        has_repeated |= saver.repeats
-    if path is None:
-        return []
-    if has_repeated:
-        return differences_of_weights(undisturbed, run(setting, seed=2, ckpt_path=path)[1])
-    return resume(setting, path, undisturbed, trainer.logger.lines, 0)
-
-
 def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Callback) -> list[str]:
     """Runs on every rank: what differs between a fit and one that was stopped, saved to `path` and resumed."""
     trainer, undisturbed = run(setting)

@@ -62,9 +62,12 @@ ENGINES: tuple[dict[str, Any], ...] = (
 )
 SCHEDULES = ("step", "epoch", "plateau", "by hand")
 HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
     "on_train_batch_start",
     "on_before_zero_grad",
     "on_after_backward",
+    "on_before_optimizer_step",
     "on_train_batch_end",
     "on_validation_batch_end",
     "on_validation_end",
@@ -80,11 +83,13 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
 class Searched(Learner):
     """May step its schedule with every batch, and have a layer of experts that are spread over the ranks.
 
-    If it is calm, repeated batches have the same gradients.
+    If it is calm, repeated batches have the same gradients. If it switches, it trains less of itself from
+    the second epoch on.
     """
 
-    def __init__(self, schedule: str, has_experts: bool, is_calm: bool) -> None:
+    def __init__(self, schedule: str, has_experts: bool, is_calm: bool, switches: bool) -> None:
         super().__init__(schedule=schedule)
+        self.switches = switches
         if is_calm:
             self.dropout = nn.Identity()
             self.statistics = nn.Identity()
@@ -104,6 +109,11 @@ class Searched(Learner):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=99)
         return [optimizer], [{"scheduler": schedule, "interval": "epoch", "frequency": 1000}]
+
+    def on_train_epoch_start(self) -> None:
+        if self.switches and self.current_epoch == 1:
+            self.statistics.eval()
+            self.embedding.requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.schedule == "by hand":
@@ -146,6 +156,8 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "accumulate": rng.randint(1, 3),
         "calm": rng.random() < 0.5,
         "validate_every": rng.choice([1.0, 1, 2, 3]),
+        # Apart, so that a number has the same other draws without it.
+        "switches": random.Random(f"{seed}-{number} switches").random() < 0.3,
         "stops": tuple((rng.choice(HOOKS), rng.randint(1, 5)) for _ in range(rng.randint(1, 2))),
     }
 
@@ -167,7 +179,8 @@ def fit(
     trainer: Trainer = make_trainer(setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers])
     data = CountingData(f"{QUIET if case['calm'] else ''}{case['loader']}")
     has_experts = "expert_parallel_size" in case["engine"]
-    module = Searched(case["schedule"], has_experts, case["calm"])
+    switches = case["switches"] and case["engine"]["data_parallel"] == "fsdp2"  # DDP waits for all gradients
+    module = Searched(case["schedule"], has_experts, case["calm"], switches)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return {**outcome(trainer), "count": data.count}
 

@@ -22,45 +22,19 @@ from tests.resume.resuming import (
 )
 
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
-STOPS = (
-    ("on_train_batch_end", 4),
-    ("on_train_epoch_end", 1),
-)
-FEW_STOPS = (("on_train_batch_end", 2), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1))
 REPEATED = (("on_train_batch_end", 3), ("on_train_batch_start", 8), ("on_after_backward", 11))
-SECOND_EPOCH = dict.fromkeys(
-    ("single rows", "workers", "persistent workers"), ("on_train_batch_end", 10)
-)  # of 8 or 15 batches, others have 7
-BY_DEFAULT = ("min_size", "stateful stream")
 
 
-@pytest.mark.parametrize(
-    ("loader", "stops"),
-    [
-        ("min_size", STOPS),
-        ("stateful stream", FEW_STOPS),
-        *(
-            pytest.param(
-                loader,
-                STOPS if loader == "min_size" else (*STOPS, SECOND_EPOCH.get(loader, FEW_STOPS[-1])),
-                marks=pytest.mark.sweep,
-            )
-            for loader in (
-                *BY_DEFAULT,
-                "single rows",
-                "workers",  # a rank of the pool waits seconds for each worker to end
-                "persistent workers",
-                "stateful sampler",
-                "stateful",
-            )
-        ),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("loader", ["single rows", "workers", "persistent workers", "stateful"])
 @pytest.mark.timeout(700)
-def test_loader(pool2: RankPool, loader: str, stops: Any, tmp_path: Path) -> None:
+def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    """Those that the search does not draw; a rank of the pool waits seconds for each worker to end."""
     if loader.startswith("stateful") and StatefulDataLoader is None:
         pytest.skip("torchdata is not installed")
     setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
+    stops = (*STOPS, ("on_train_batch_end", 9 if loader == "stateful" else 10))
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []
 

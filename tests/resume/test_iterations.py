@@ -92,10 +92,7 @@ def _fit(
         accelerator="cpu",
         devices=1,
         strategy=AutomodelStrategy(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         **options,
     )
     with warnings.catch_warnings(record=True) as caught:

@@ -9,11 +9,8 @@ from pathlib import Path
 from torch.utils.data import DataLoader, Subset
 
 from tests.rank_pool import RankPool
-from tests.resume.resuming import Learner, Saver, Setting, Still, collate, compare, make_trainer, run
+from tests.resume.resuming import Learner, Saver, Setting, Still, collate, make_trainer, run
 from tests.resume.test_dataloaders import Recorded
-
-STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 10))
-LIMITED = {"precision": "64-true", "limit_train_batches": 4}
 
 
 def resumed_with_batch_size(folder: Path) -> list[str]:
@@ -56,19 +53,3 @@ def test_single_rows_under_another_seed(pool2: RankPool, tmp_path: Path) -> None
     """Without batches, the sampler is the loader's own."""
     for undisturbed, resumed in pool2.run(single_rows_under_another_seed, tmp_path):
         assert resumed == undisturbed
-
-
-def test_sampler_that_draws_random_numbers_for_each_batch(pool1: RankPool, tmp_path: Path) -> None:
-    """Without workers, which would draw indices ahead, under states that are those of no stop."""
-    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, loader="random sampler")
-    for differing in pool1.run(compare, setting, tmp_path, *STOPS, timeout_s=200):
-        assert differing == []
-
-
-def test_stateful_sampler_after_the_last_batch(pool1: RankPool, tmp_path: Path) -> None:
-    """No index of that epoch is drawn again, and the sampler counts its epochs all the same."""
-    setting = Setting({"data_parallel": "ddp"}, LIMITED, loader="stateful sampler")
-    for differing in pool1.run(
-        compare, setting, tmp_path, ("on_train_batch_end", 4), ("on_validation_end", 1)
-    ):
-        assert differing == []

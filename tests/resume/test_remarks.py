@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
+from tests.trainer.runs import SILENT
 
 HELD = "A checkpoint was saved while an optimizer held gradients that it has not stepped with"
 
@@ -74,10 +75,7 @@ def _said(
         max_epochs=1,
         accumulate_grad_batches=1 if isinstance(module, Adversaries) else 3,
         strategy=AutomodelStrategy(),
-        logger=False,
-        enable_checkpointing=saves is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **{**SILENT, "enable_checkpointing": saves is not None},
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

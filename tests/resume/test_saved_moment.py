@@ -13,11 +13,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning_automodel.sharding.weight_averaging import averaged_models
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
-    Calm,
     Learner,
     Saver,
     Setting,
-    compare,
     differences,
     make_trainer,
     run,
@@ -30,14 +28,6 @@ FSDP2 = {"data_parallel": "fsdp2"}
 
 def averaging() -> list[Callback]:
     return [EMAWeightAveraging(decay=0.7)]
-
-
-def test_averages_within_a_validation(pool2: RankPool, tmp_path: Path) -> None:
-    """The module then holds the averages, and the callback the weights that are trained."""
-    trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 2}
-    setting = Setting(FSDP2, trainer, {}, Calm, "quiet own generator", averaging)
-    for differing in pool2.run(compare, setting, tmp_path, ("on_validation_batch_end", 1)):
-        assert differing == []
 
 
 def buffers_within_a_validation(path: Path) -> list[tuple[float, ...]]:

@@ -11,7 +11,8 @@ from tests.resume.search import draw, judge
 
 
 @pytest.mark.parametrize(
-    "number", [0, *(pytest.param(number, marks=pytest.mark.sweep) for number in range(1, 60))]
+    "number",
+    [number if number in (0, 24) else pytest.param(number, marks=pytest.mark.sweep) for number in range(60)],
 )
 @pytest.mark.every_case
 def test_quick(pool2: RankPool, number: int) -> None:
@@ -31,6 +32,11 @@ FOUND: dict[str, dict[str, Any]] = {
         "calm": True,
         "stops": (("on_validation_batch_end", 1), ("on_validation_end", 1)),
     },
+    "indices were drawn under random states that are those of no stop": {
+        "loader": "random sampler",
+        "stops": (("on_train_batch_end", 2),),
+    },
+    "an index was drawn again after the last batch of an epoch": {"stops": (("on_train_batch_end", 4),)},
     "a second stop within the window that a first one had begun again": {
         "loader": "own generator",
         "accumulate": 3,
@@ -46,6 +52,7 @@ PLAIN = {
     "callbacks": (),
     "accumulate": 2,
     "calm": False,
+    "switches": False,
     "validate_every": 2,
 }
 

@@ -77,10 +77,10 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
 @pytest.mark.parametrize(
     ("engine", "end", "hook", "when"),
     [
-        pytest.param(DDP, "error", "on_train_batch_end", 3, marks=pytest.mark.sweep),
-        pytest.param(FSDP2, "error", "on_train_epoch_start", 2, marks=pytest.mark.sweep),
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
-        pytest.param(DDP, "SIGTERM", "on_train_batch_start", 4, marks=pytest.mark.sweep),
+        (DDP, "SIGTERM", "on_train_batch_start", 4),
+        (DDP, "error", "on_train_batch_end", 3),
+        (FSDP2, "error", "on_train_epoch_start", 2),
     ],
 )
 @pytest.mark.timeout(400)
@@ -190,11 +190,6 @@ PLATEAU = {"schedule": "plateau"}
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
-                (
-                    Setting(DDP, WINDOWS, callbacks=counting),
-                    (("on_validation_end", 3), ("on_train_batch_end", 3)),
-                ),
-                (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
                 # There DDP leaves each rank its own statistics.
                 (Setting(DDP, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
                 (

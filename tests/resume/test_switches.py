@@ -10,21 +10,18 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from tests.rank_pool import RankPool
-from tests.resume.resuming import Learner, Saver, Setting, compare, compare_chain, run
+from tests.resume.resuming import Learner, Saver, Setting, compare, run
 
 DDP = {"data_parallel": "ddp"}
 FSDP2 = {"data_parallel": "fsdp2"}
 UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 DOUBLE = {"precision": "64-true", "max_epochs": 3}
-SECOND_EPOCH = (("on_train_batch_end", 10),)
-VALIDATED = (("on_validation_end", 2),)
 
 
 class WithBackbone(Learner):
@@ -40,10 +37,6 @@ class WithBackbone(Learner):
 
 def finetuning() -> list[Callback]:
     return [BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01)]
-
-
-def accumulating() -> list[Callback]:
-    return [GradientAccumulationScheduler({0: 1, 1: 3})]
 
 
 def averaging() -> list[Callback]:
@@ -68,15 +61,6 @@ def test_averaging_is_refused(pool1: RankPool, tmp_path: Path) -> None:
     assert told.startswith("StochasticWeightAveraging had begun to average when the checkpoint was written")
 
 
-class Switching(Learner):
-    """Trains less of itself from the second epoch on."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.statistics.eval()
-            self.embedding.requires_grad_(False)
-
-
 class Keeping(Learner):
     """Keeps a metric that is not logged itself."""
 
@@ -92,32 +76,19 @@ class Keeping(Learner):
 
 
 BACKBONE = {"module": WithBackbone, "callbacks": finetuning}
-BY_THREE = {**DOUBLE, "val_check_interval": 3}
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        (Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED),
-        (Setting(FSDP2, DOUBLE, **BACKBONE), SECOND_EPOCH + VALIDATED),
-        (Setting(UNUSED, DOUBLE, **BACKBONE), SECOND_EPOCH + VALIDATED),
-        (Setting(FSDP2, BY_THREE, module=Switching), SECOND_EPOCH + VALIDATED),
+        (Setting(FSDP2, DOUBLE, **BACKBONE), (("on_train_batch_end", 10), ("on_validation_end", 2))),
+        (Setting(UNUSED, DOUBLE, **BACKBONE), (("on_train_batch_end", 10), ("on_validation_end", 2))),
         (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),)),
     ],
-    ids=["accumulation", "backbone, sharded", "backbone, copied", "modes", "kept"],
+    ids=["backbone, sharded", "backbone, copied", "kept"],
 )
 @pytest.mark.timeout(400)
 def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):
-        assert differing == []
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-def test_switched_and_stopped_twice(pool2: RankPool, tmp_path: Path) -> None:
-    """The second checkpoint, too, tells what was switched before the first."""
-    setting = Setting(FSDP2, DOUBLE, module=Switching)
-    stops = (("on_train_batch_end", 9), ("on_train_batch_end", 2))
-    for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []
