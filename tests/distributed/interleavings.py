@@ -91,6 +91,8 @@ def contradictions(plan: Plan, records: list[Record]) -> list[str]:
             if not plan.fails:
                 wrong.append(f"rank {rank} did not run, and should")
             continue
+        if rank in plan.fails and record.left_with != (rank, f"rank {rank}"):
+            wrong.append(f"rank {rank} left with {record.left_with}, and not with its own error")
         if first != rank and first in plan.fails:
             wrong.append(f"rank {rank} ran, though rank {first} failed before")
         if record.went_first != (rank == first):

@@ -38,37 +38,30 @@ def test_failure_travels_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exception", "ending"),
+    ("failure", "ending"),
     [
         (ValueError(), "failed in setup: ValueError"),
         (SystemExit(3), "failed in setup: SystemExit: exit status 3"),
         (KeyboardInterrupt(), "was interrupted in setup"),
+        (MISSED_HEARTBEATS, "missed heartbeats, last seen in setup: nothing for 6 s"),
+        (PROCESS_ENDED, "was last seen in setup: nothing for 6 s"),
+        (MISSING, "is missing, last seen in setup: nothing for 6 s"),
     ],
+    ids=repr,
 )
-def test_endings(exception: BaseException, ending: str) -> None:
-    """An exception without a message leaves no colon behind, and an exit tells its status."""
-    assert str(RankFailure.from_exception(exception, 0, "setup")).endswith(ending)
+def test_sentences(failure: BaseException | str, ending: str) -> None:
+    """Without a message there is no colon; of a rank that raised nothing, its last known place is given as such."""
+    if isinstance(failure, str):
+        told = RankFailure(1, socket.gethostname(), "setup", failure, "nothing for 6 s")
+    else:
+        told = RankFailure.from_exception(failure, 1, "setup")
+    assert str(told) == f"rank 1 on {socket.gethostname()} {ending}"
 
 
 def test_long_message_is_cut() -> None:
     """A store is no place for megabytes."""
-    assert (
-        len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message)
-        == MAX_MESSAGE_CHARACTERS
-    )
-
-
-@pytest.mark.parametrize(
-    ("where", "error", "said"),
-    [
-        ("fit", MISSED_HEARTBEATS, "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"),
-        ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: nothing for 6 s"),
-        ("fit", MISSING, "rank 1 on host is missing, last seen in fit: nothing for 6 s"),
-    ],
-)
-def test_what_others_saw(where: str, error: str, said: str) -> None:
-    """No exception is named, since the rank raised none, and its last known place is given as such."""
-    assert str(RankFailure(1, "host", where, error, "nothing for 6 s")) == said
+    told = RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup")
+    assert len(told.message) == MAX_MESSAGE_CHARACTERS
 
 
 class _UnprintableError(RuntimeError):

@@ -6,14 +6,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,76 +20,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_automodel.distributed import join
-from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.process_group import (
     DistInfo,
     destroy_global_state,
     initialize_distributed,
     join_process_group,
 )
+from tests.distributed.launched import PATIENCE_S, Launched, Outcome, place
 from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
-PATIENCE_S = 60.0
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 BRIEF = timedelta(seconds=3)
 NOT_THERE = "stopped, dead, cut off, or not arrived yet"
-
-
-# --- Processes, forked from a server that has imported all of this once -----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a process did: its result or error text, and for how long."""
-
-    value: Any
-    error: str
-    seconds: float
-
-
-class Launched:
-    """A process that calls a function of this module with an environment of its own."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
-        self._pipe, theirs = forked().Pipe()
-        self.process = forked().Process(target=_child, args=(theirs, function, args, environment))
-        self.process.start()
-        theirs.close()
-
-    def outcome(self) -> Outcome:
-        """Wait for it to end."""
-        if not self._pipe.poll(PATIENCE_S):
-            self.process.kill()
-            return Outcome(None, "it hangs", PATIENCE_S)
-        outcome = self._pipe.recv()
-        self.process.join(PATIENCE_S)
-        assert self.process.exitcode == 0
-        return outcome
-
-
-def _child(
-    pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]
-) -> None:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    ):
-        os.environ.pop(name, None)
-    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
-    torch.set_num_threads(1)
-    started_at = time.monotonic()
-    try:
-        value = function(*args)
-        error = ""
-    except Exception as exception:
-        value = None
-        error = str(exception) if type(exception) is RankFailedError else traceback.format_exc()
-    pipe.send(Outcome(value, error, time.monotonic() - started_at))
 
 
 @contextlib.contextmanager
@@ -114,15 +54,6 @@ def _host_store() -> dist.TCPStore:
         master_listen_fd=listener.detach(),
         timeout=TIMEOUT,
     )
-
-
-def _place(port: int, rank: int, world_size: int) -> dict[str, str]:
-    return {
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-    }
 
 
 # --- What the processes do --------------------------------------------------------------------------------------------
@@ -178,7 +109,7 @@ def test_all_come(way: str, tmp_path: Path) -> None:
         by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}
         delay_s = 0.2 * (rank == 1)
         if way == "environment":
-            ranks.append(Launched(_join_by, {}, delay_s, **_place(port, rank, 3)))
+            ranks.append(Launched(_join_by, {}, delay_s, **place(port, rank, 3)))
         elif way == "tcp":
             ranks.append(
                 Launched(_join_by, by_argument | {"init_method": f"tcp://{LOOPBACK}:{port}"}, delay_s)
@@ -188,7 +119,7 @@ def test_all_come(way: str, tmp_path: Path) -> None:
                 Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s)
             )
         else:
-            agent = _place(store.port, rank, 3) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            agent = place(store.port, rank, 3) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             ranks.append(Launched(_join_by, {}, delay_s, **agent))
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", "", ""]
@@ -214,7 +145,9 @@ def joins_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[in
     """A process that joins where another program listens, which waits beside those of `failures`."""
     folder = tmp_path_factory.mktemp("no_store")
     with _listener() as port:
-        yield port, _start_joining(port, folder), folder
+        process = forked().Process(target=_join_into_a_log, args=(folder / "log", place(port, 1, 2)))
+        process.start()
+        yield port, process, folder
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +163,7 @@ def failures(
     with _listener() as busy:
         cases = {
             "environment": Case(
-                [Launched(_wait_briefly, {}, **_place(ports["env"], rank, 4)) for rank in (0, 2)],
+                [Launched(_wait_briefly, {}, **place(ports["env"], rank, 4)) for rank in (0, 2)],
                 ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']} (env://)", waited],
             ),
             "file": Case(
@@ -240,14 +173,14 @@ def failures(
             "launcher": Case(
                 [
                     Launched(
-                        _wait_briefly, {}, **_place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
+                        _wait_briefly, {}, **place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
                     )
                     for rank in (0, 2)
                 ],
                 ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port} (env://)", waited],
             ),
             "no host": Case(
-                [Launched(_wait_briefly, {}, **_place(ports["host"], 1, 2))],
+                [Launched(_wait_briefly, {}, **place(ports["host"], 1, 2))],
                 [
                     "rank 0 on an unknown host",
                     "ConnectionRefusedError",
@@ -268,7 +201,7 @@ def failures(
                 ["for ranks 1:", NOT_THERE, f"join at tcp://{LOOPBACK}:{ports['lightning']}", waited],
             ),
             "port in use": Case(
-                [Launched(_wait_briefly, {}, **_place(busy, 0, 2))],
+                [Launched(_wait_briefly, {}, **place(busy, 0, 2))],
                 [
                     "rank 0 on ",
                     "holds the store",
@@ -278,7 +211,7 @@ def failures(
                 ],
             ),
             "twins": Case(
-                [Launched(_join_by, {}, **_place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
+                [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
                 [
                     "rank 1 on ",
                     "two processes joined as this rank",
@@ -287,12 +220,12 @@ def failures(
                 ],
             ),
             "sizes": Case(
-                [Launched(_join_by, {}, **_place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
+                [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
                 ["rank ", "world size 3", "world size 4", "give every rank the same WORLD_SIZE"],
             ),
             "backends": Case(
                 [
-                    Launched(_join_by, {}, 0.0, name, **_place(ports["backends"], rank, 3))
+                    Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
                     for rank, name in enumerate(["gloo", "cpu:gloo"])
                 ],
                 ["backend gloo", "backend cpu:gloo", "give every rank the same"],
@@ -343,7 +276,7 @@ def _fail_then_join() -> tuple[str, float]:
 def test_a_store_serves_another_try_after_a_failed_one() -> None:
     store = _host_store()
     ranks = [
-        Launched(_fail_then_join, **_place(store.port, rank, 2), TORCHELASTIC_USE_AGENT_STORE="True")
+        Launched(_fail_then_join, **place(store.port, rank, 2), TORCHELASTIC_USE_AGENT_STORE="True")
         for rank in (0, 1)
     ]
     outcomes = [rank.outcome() for rank in ranks]
@@ -352,38 +285,9 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
 
 
-def _claim_and_die() -> None:
-    with contextlib.suppress(RuntimeError):
-        initialize_distributed("gloo", timedelta(seconds=PATIENCE_S))
-
-
-@pytest.mark.sweep
-def test_a_stopped_host_is_told_from_one_that_is_late(tmp_path: Path) -> None:
-    """The system accepts connections in its place, and nobody answers on them."""
-    port = free_port()
-    host = Launched(_claim_and_die, **_place(port, 0, 2))
-    _await_listener(port)
-    os.kill(host.process.pid, signal.SIGSTOP)
-    try:
-        _check_that_it_ends_itself(port, _start_joining(port, tmp_path), tmp_path)
-    finally:
-        os.kill(host.process.pid, signal.SIGKILL)
-        host.process.join()
-
-
 def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
-    """It accepts connections too."""
-    _check_that_it_ends_itself(*joins_in_vain)
-
-
-def _start_joining(port: int, folder: Path) -> Any:
-    process = forked().Process(target=_join_into_a_log, args=(folder / "log", _place(port, 1, 2)))
-    process.start()
-    return process
-
-
-def _check_that_it_ends_itself(port: int, process: Any, folder: Path) -> None:
-    """A call to such a store never returns: the process ends, and says why."""
+    """It accepts connections, as the system does for a stopped host. A call never returns: the process ends."""
+    port, process, folder = joins_in_vain
     process.join(PATIENCE_S)
     printed = (folder / "log").read_text()
     assert process.exitcode == 1, printed
@@ -401,14 +305,6 @@ def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
     _wait_briefly({})
-
-
-def _await_listener(port: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port)):
-            return
-        time.sleep(0.01)
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
@@ -437,7 +333,7 @@ def test_the_store_stays_until_the_last_rank_has_left(linger_s: float, lives: bo
     port = free_port()
     outcomes = [
         launched.outcome()
-        for launched in [Launched(_read_late, linger_s, **_place(port, rank, 2)) for rank in (0, 1)]
+        for launched in [Launched(_read_late, linger_s, **place(port, rank, 2)) for rank in (0, 1)]
     ]
     assert outcomes[0].error == ""
     assert (outcomes[1].value == "words", outcomes[1].error == "") == (lives, lives)
@@ -455,7 +351,7 @@ def _leave_alone() -> float:
 
 def test_a_dead_rank_is_not_waited_for_beyond_the_bound() -> None:
     port = free_port()
-    launched = [Launched(_leave_alone, **_place(port, rank, 2)) for rank in (0, 1)]
+    launched = [Launched(_leave_alone, **place(port, rank, 2)) for rank in (0, 1)]
     outcome = launched[0].outcome()
     launched[1].process.join()
     assert outcome.error == ""
@@ -477,7 +373,7 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     children = [
         forked().Process(
             target=_bare_child,
-            args=(how, {"TORCHELASTIC_USE_AGENT_STORE": "True", **_place(store.port, rank, 2)}),
+            args=(how, {"TORCHELASTIC_USE_AGENT_STORE": "True", **place(store.port, rank, 2)}),
         )
         for rank in (0, 1)
     ]
@@ -493,21 +389,3 @@ def _bare_child(how: str, environment: dict[str, str]) -> None:
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     _join_without_leaving(how)
-
-
-SCRIPT = """
-import atexit
-atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
-import torch.distributed as dist
-from lightning_automodel.distributed.process_group import initialize_distributed
-initialize_distributed("gloo")
-print("in a group:", dist.is_initialized())
-raise KeyError("mine")
-"""
-
-
-@pytest.mark.sweep  # an interpreter of its own, for what a multiprocessing child shows as well
-def test_a_program_leaves_at_exit_also_after_an_exception() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert ended.stdout.splitlines() == ["in a group: True", "in a group at exit: False"]
-    assert (ended.returncode, "KeyError: 'mine'" in ended.stderr) == (1, True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,48 +57,51 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "parts"),
+    ("environment", "arguments", "parts"),
     [
-        ({"RANK": "1"}, ["RANK is 1 and WORLD_SIZE is None", "torchrun"]),
-        ({"WORLD_SIZE": "2"}, ["RANK is None and WORLD_SIZE is 2", "torchrun"]),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT", "has no address and no port"]),
+        ({}, {"init_method": "env://"}, ["RANK is None and WORLD_SIZE is None"]),
+        ({}, {"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, ["has 10.0.0.1 and no port"]),
+        (
+            {},
+            {"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"},
+            ["pass rank= and world_size="],
+        ),
+        ({}, {"rank": 0}, ["WORLD_SIZE is None"]),
+        ({"RANK": "1"}, {}, ["RANK is 1 and WORLD_SIZE is None", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, {}, ["RANK is None and WORLD_SIZE is 2", "torchrun"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            {},
+            ["MASTER_ADDR and MASTER_PORT", "has no address and no port"],
+        ),
         (
             {"RANK": "2", "WORLD_SIZE": "2", **PLACE},
+            {},
             ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"],
         ),
-        ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, ["RANK is 'one'", "whole number"]),
-        ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, ["RANK is '-1'", "0 or more"]),
-        ({"RANK": "0", "WORLD_SIZE": "2.0", **PLACE}, ["WORLD_SIZE is '2.0'"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
+        ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, {}, ["RANK is 'one'", "whole number"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, {}, ["RANK is '-1'", "0 or more"]),
+        ({"RANK": "0", "WORLD_SIZE": "2.0", **PLACE}, {}, ["WORLD_SIZE is '2.0'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "http"}, {}, ["MASTER_PORT is 'http'"]),
         (
             {"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "70000"},
+            {},
             ["has 10.0.0.1 and 70000", "65535"],
         ),
     ],
 )
-def test_mistakes_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], parts: list[str]
+def test_mistakes(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    parts: list[str],
 ) -> None:
+    """In the environment, or in the arguments."""
     _set(monkeypatch, **environment)
     with pytest.raises(ValueError, match=r".") as caught:
-        initialize_distributed("gloo")
+        initialize_distributed("gloo", **arguments)
     assert [part for part in parts if part not in str(caught.value)] == []
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ({"init_method": "env://"}, "RANK is None and WORLD_SIZE is None"),
-        ({"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, "has 10.0.0.1 and no port"),
-        ({"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"}, "pass rank= and world_size="),
-        ({"rank": 0}, "WORLD_SIZE is None"),
-    ],
-)
-def test_mistakes_in_the_arguments(arguments: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        initialize_distributed("gloo", **arguments)
-    assert part in str(caught.value)
 
 
 def test_the_environment_tells_what_the_arguments_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +197,13 @@ def test_address_of_rank_0_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> 
 # --- A world of one ---------------------------------------------------------------------------------------------------
 
 
-def test_a_world_of_one_needs_nothing() -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", **PLACE}],
+    ids=["none", "bare", "torchrun"],
+)
+def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    _set(monkeypatch, **environment)
     assert initialize_distributed("gloo", 0.5) == DistInfo("gloo", 0, 1, torch.device("cpu"), True)
     ones = torch.ones(2)
     dist.all_reduce(ones)
@@ -202,36 +213,27 @@ def test_a_world_of_one_needs_nothing() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", **PLACE}],
-    ids=["bare", "torchrun"],
-)
-def test_a_world_of_one_by_its_environment(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
-) -> None:
-    _set(monkeypatch, **environment)
-    assert initialize_distributed("gloo").world_size == 1
-    destroy_global_state()
-
-
-def test_an_existing_group_is_used_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def callers_group() -> Iterator[None]:
+    """A group of one rank that this package has not made, and keeps."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert initialize_distributed("gloo") == DistInfo("gloo", 0, 1, torch.device("cpu"), True)
-    assert caplog.records == []
-    destroy_global_state()
+    yield
     assert dist.is_initialized()
     dist.destroy_process_group()
 
 
+def test_an_existing_group_is_used_and_kept(callers_group: None, caplog: pytest.LogCaptureFixture) -> None:
+    assert initialize_distributed("gloo") == DistInfo("gloo", 0, 1, torch.device("cpu"), True)
+    assert caplog.records == []
+    destroy_global_state()
+
+
 def test_another_backend_than_the_existing_groups_is_told(
-    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+    callers_group: None, mocker: MockerFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mocker.patch.object(dist, "is_backend_available", return_value=True)
     assert initialize_distributed("cpu:fake").backend == "gloo"
     assert "exists already, with backend gloo: cpu:fake has no effect" in caplog.text
-    dist.destroy_process_group()
 
 
 def test_a_group_that_the_caller_replaced_is_kept() -> None:
@@ -255,61 +257,33 @@ def test_groups_that_cannot_be_destroyed_are_told(
     destroy()
 
 
-def _raise_and_destroy() -> None:
-    try:
-        raise KeyError("mine")
-    finally:
-        destroy_global_state()
-
-
-def test_destroying_inside_an_exception_keeps_the_exception() -> None:
-    initialize_distributed("gloo")
-    with pytest.raises(KeyError, match="mine"):
-        _raise_and_destroy()
-    assert not dist.is_initialized()
-
-
 def _handler(signum: int, frame: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
-    "handler",
-    [
-        _handler,
-        signal.SIG_DFL,
-        *(
-            pytest.param(each, marks=pytest.mark.sweep)
-            for each in (signal.SIG_IGN, signal.default_int_handler)
-        ),
-    ],
-)
+@pytest.mark.parametrize("handler", [_handler, signal.SIG_DFL])
+@pytest.mark.parametrize("fails", [False, True])
 def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(
-    handler: Any, monkeypatch: pytest.MonkeyPatch
+    handler: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when a hook fails."""
     seen: list[Any] = []
+
+    def forget() -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        if fails:
+            raise KeyError("hook")
+
     before = signal.signal(signal.SIGINT, handler)
     try:
         initialize_distributed("gloo")
-        monkeypatch.setattr(
-            process_group, "forget_world", lambda: seen.append(signal.getsignal(signal.SIGINT))
-        )
-        destroy_global_state()
-        assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_IGN], handler)
+        monkeypatch.setattr(process_group, "forget_world", forget)
+        with pytest.raises(KeyError, match="hook") if fails else contextlib.nullcontext():
+            destroy_global_state()
+        assert (seen[0], signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, handler)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_the_handler_is_put_back_when_a_hook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise KeyError("hook")
-
-    before = signal.getsignal(signal.SIGINT)
-    initialize_distributed("gloo")
-    monkeypatch.setattr(process_group, "forget_world", fail)
-    with pytest.raises(KeyError, match="hook"):
-        destroy_global_state()
-    assert signal.getsignal(signal.SIGINT) is before
-    dist.destroy_process_group()
+    if fails:
+        dist.destroy_process_group()
 
 
 def test_destroying_off_the_main_thread() -> None:
