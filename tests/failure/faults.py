@@ -30,6 +30,7 @@ from lightning_automodel import (
     dispatch_tokens,
     spread_experts,
 )
+from lightning_automodel.distributed import collectives
 from tests import devices
 from tests.processes import forked, free_port
 from tests.trainer.runs import SILENT
@@ -100,6 +101,11 @@ class Cell:
     def leaves(self) -> bool:
         """Whether the rank itself is expected to leave."""
         return self.fault != "SIGSTOP"
+
+    @property
+    def meets_on_the_host(self) -> bool:
+        """Whether all ranks still meet after the failure, though no collective of their devices ends any more."""
+        return (self.hook, self.fault, self.device) == ("training_step", "exception", "nccl")
 
     @property
     def failing_hook(self) -> str:
@@ -213,6 +219,14 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Gathers(pl.Callback):
+    """After a failure, all ranks still meet on the host, as to save a checkpoint."""
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        group = collectives.host_group(timedelta(seconds=20))
+        print(f"met {collectives.gather_objects(trainer.global_rank, group)} on the host")
 
 
 def happen(fault: str, folder: Path) -> None:
@@ -334,6 +348,7 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
         use_distributed_sampler=False,
         limit_val_batches=4,
         num_sanity_val_steps=0,
+        callbacks=[Gathers()] if cell.meets_on_the_host else [],
         **SILENT,
     )
     if cell.hook == "test_step":

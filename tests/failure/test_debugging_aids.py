@@ -97,25 +97,10 @@ def _outputs(folder: Path, *arguments: str, **variables: str) -> list[str]:
     return outputs
 
 
-@pytest.fixture
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The hang that the debug server looks at."""
-    folder = tmp_path_factory.mktemp("served")
-    with _ranks(folder, "--timeout", "120", "--debug-server", "0"):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def timed_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    folder = tmp_path_factory.mktemp("timed_out")
-    return _outputs(folder, "--timeout", "5", "--flight-recorder"), folder
-
-
 @pytest.mark.sweep  # waits for a time limit; the suite has others that do
-def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(
-    timed_out: tuple[list[str], Path],
-) -> None:
-    outputs, _ = timed_out
+def test_the_timeout_ends_it_and_the_flight_recorder_shows_what_differs(tmp_path: Path) -> None:
+    """Each rank tells where the other was."""
+    outputs = _outputs(tmp_path, "--timeout", "5", "--flight-recorder")
     hooks = ["training_step", "backward"]
     first = next(rank for rank in range(WORLD_SIZE) if "RankFailedError" not in outputs[rank])
     other = 1 - first
@@ -133,15 +118,8 @@ def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
     assert "in reduce_scatter_single" in outputs[1]
     assert not any("Detected mismatch" in output for output in outputs)
-
-
-@pytest.mark.sweep  # likewise
-def test_the_flight_recorder_shows_the_collective_that_differs(
-    timed_out: tuple[list[str], Path], tmp_path: Path
-) -> None:
-    _, folder = timed_out
     log = tmp_path / "log"
-    with _started(log, fr_trace.main, ["--prefix", "rank_", str(folder / "flight_recorder")]) as process:
+    with _started(log, fr_trace.main, ["--prefix", "rank_", str(tmp_path / "flight_recorder")]) as process:
         process.join(PATIENCE_S)
     printed = log.read_text()
     assert "collective: gloo:all_gather" in printed
@@ -187,15 +165,16 @@ def test_detail_finds_no_difference_after_a_barrier_of_three(tmp_path: Path) -> 
 
 
 @pytest.mark.sweep  # likewise
-def test_the_debug_server_shows_where_every_rank_stands(served: Path) -> None:
+def test_the_debug_server_shows_where_every_rank_stands(tmp_path: Path) -> None:
     pytest.importorskip("tabulate", reason="torch's debug server needs tabulate")
     deadline = time.monotonic() + PATIENCE_S
     stacks: list[str] = []
-    while not (len(stacks) == 1 + WORLD_SIZE and "in reduce_scatter_single" in stacks[2]):
-        assert time.monotonic() < deadline, (served / "rank0.log").read_text()
-        time.sleep(0.1)
-        newest = sorted((served / "stacks").glob("stacks_*.txt"))[-1:]
-        stacks = re.split("=== Rank", newest[0].read_text()) if newest else []
+    with _ranks(tmp_path, "--timeout", "120", "--debug-server", "0"):
+        while not (len(stacks) == 1 + WORLD_SIZE and "in reduce_scatter_single" in stacks[2]):
+            assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
+            time.sleep(0.1)
+            newest = sorted((tmp_path / "stacks").glob("stacks_*.txt"))[-1:]
+            stacks = re.split("=== Rank", newest[0].read_text()) if newest else []
     assert f'hang.py", line {MISTAKE} in training_step' in stacks[1]
     assert "hang.py" in stacks[2]
     assert "in training_step" not in stacks[2]

@@ -7,7 +7,6 @@ ranks than a machine has. What real processes do is asked in `test_races.py` and
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -36,6 +35,9 @@ from lightning_automodel.failure import report
 from lightning_automodel.failure.watch import Watch
 
 SEED = 3
+EACH_SEED = pytest.mark.parametrize(
+    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
+)
 MINUTE = timedelta(minutes=1)
 OWN = RankFailure(0, "host", "training_step", "RuntimeError", "[gloo] Timed out")
 
@@ -68,32 +70,20 @@ def test_work_grows_with_the_ranks(scale: Any, server: Any) -> None:
     assert [row["a beat"] for row in rows] == [2.0, 2.0]
     assert all(row["a rank"] < 5 for row in rows)
     assert rows[1]["operations"] < 2.2 * rows[0]["operations"]
-
-
-def test_operations_of_a_thousand_ranks(scale: Any, server: Any) -> None:
-    """Still two a heartbeat, and each of the keys once, whatever the rank."""
-    world = scale.World(1024, server.new_store(), random.Random(SEED))
-    before = world.counted["operations"]
-    world.beat()
-    assert world.counted["operations"] - before == 2 * 1024
-    assert world.interval_s * 1000 >= 1024
+    assert scale.World(1024, server.new_store(), random.Random(SEED)).interval_s * 1000 >= 1024
 
 
 # --- What all learn ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
-)
+@EACH_SEED
 def test_all_learn_one_cause(scale: Any, server: Any, seed: int) -> None:
     """The right one, in faults of every kind, in whatever order the heartbeats come."""
     number = 2 * len(scale.FAULTS)
     assert scale.random_faults(16, number, server, random.Random(seed)) == number
 
 
-@pytest.mark.parametrize(
-    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
-)
+@EACH_SEED
 def test_many_raise_and_each_knows_the_first(scale: Any, server: Any, seed: int) -> None:
     """Whoever is slower learns of it from its own attempt to post."""
     draw = random.Random(seed)
@@ -196,9 +186,7 @@ def test_the_switch_ends_a_wait_for_a_stopped_host() -> None:
 # --- Meetings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
-)
+@EACH_SEED
 def test_all_meet_or_all_are_told_who_is_missing(seed: int) -> None:
     """Many meetings, with random delays; at some of them somebody does not come."""
     draw = random.Random(seed)
@@ -265,39 +253,39 @@ def _beaten(records: dict[int, Record], *silent: int) -> dict[int, Record]:
     }
 
 
-def test_silence_is_named() -> None:
-    """Of a rank on another node, the first of those that are silent."""
-    records = _records()
-    failure = report.explain(records, _beaten(records, 1, 2), OWN)
-    assert (failure.rank, failure.error) == (1, MISSED_HEARTBEATS)
-    assert failure.message == ("rank 0 has heard nothing of it: stopped, killed or cut off")
-
-
-def test_a_process_on_the_own_node_is_looked_at() -> None:
-    """Gone is named before silent; alive is a row of the table, however long a call keeps Python's lock."""
+@pytest.fixture
+def gone() -> str:
+    """A process that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    gone = f"{processes._here()} {ended.pid} 1"
     ended.wait()
-    assert processes.state_of(gone) == processes.GONE
-    assert processes.state_of(processes.own_process()) == processes.ALIVE
-    assert processes.state_of("another machine 1 1") == processes.UNSEEN
-    records = _records(process=gone)
-    failure = report.explain(records, _beaten(records, 0, 1), OWN)
-    assert (failure.rank, failure.error) == (1, PROCESS_ENDED)
-    records = _records(process=processes.own_process(), waits=False)
-    failure = report.explain(records, _beaten(records, 1), OWN)
-    assert (failure.rank, failure.error) == (0, WAITED)
-    assert (
-        "\n  rank 1 is alive, but a call keeps Python's lock, in training_step, step 3, at "
-        in failure.message
-    )
+    return f"{processes._here()} {ended.pid} 1"
 
 
-def test_a_process_number_that_was_given_again() -> None:
-    """Another process has it now."""
+def test_who_is_named(gone: str) -> None:
+    """Gone is named before silent; alive is a row of the table, however long a call keeps Python's lock."""
+    own = processes.own_process()
+    alive = "\n  rank 1 is alive, but a call keeps Python's lock, in training_step, step 3, at "
+    for process, silent, expected, says in (
+        ("", (1, 2), (1, MISSED_HEARTBEATS), "rank 0 has heard nothing of it: stopped, killed or cut off"),
+        (gone, (0, 1), (1, PROCESS_ENDED), "its process has ended without a word"),
+        (own, (1,), (0, WAITED), alive),
+    ):
+        records = _records(process=process, waits=False)
+        failure = report.explain(records, _beaten(records, *silent), OWN)
+        assert (failure.rank, failure.error) == expected
+        assert says in failure.message
+
+
+def test_states_of_processes(gone: str) -> None:
+    """A number that was given again is another process."""
     here, pid, started = processes.own_process().rsplit(" ", 2)
-    assert pid == str(os.getpid())
-    assert processes.state_of(f"{here} {pid} {int(started) + 1}") == processes.GONE
+    states = {
+        gone: processes.GONE,
+        f"{here} {pid} {int(started) + 1}": processes.GONE,
+        processes.own_process(): processes.ALIVE,
+        "another machine 1 1": processes.UNSEEN,
+    }
+    assert {process: processes.state_of(process) for process in states} == states
 
 
 def test_the_table() -> None:

@@ -72,9 +72,10 @@ def test_trainings_again_and_again_in_one_process(tmp_path: Path) -> None:
         process.join(240)
     logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
     assert [process.exitcode for process in processes] == [0, 0], logs
-    found = sorted((queue.get(timeout=5) for _ in processes), key=lambda counts: counts[0]["sockets"])
+    found = sorted((queue.get(timeout=5) for _ in processes), key=lambda counts: counts[-1]["sockets"])
     for counts in found:
         assert len(counts) == ROUNDS
-        assert all(count == counts[0] for count in counts), counts
-    assert [counts[0]["sockets"] for counts in found] == [0, 3]
+        # The system may close connections of the first round somewhat later.
+        assert all(count[each] <= counts[0][each] for count in counts for each in count), counts
+    assert [counts[-1]["sockets"] for counts in found] == [0, 3]
     assert torch.get_num_threads() == 1

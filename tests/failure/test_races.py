@@ -1,7 +1,7 @@
-"""What can race as ranks fail: several at once, a call that keeps Python's lock, a rank that stops and goes on.
+"""Faults that race, and faults where no step shows them: several at once, a stop, at the end of a run or between two.
 
-Each row is a real run of three ranks. The suite takes each once, a sweep each 20 times: a cause that is lost in one
-of many runs is lost. Faults of a single rank are in `test_faults.py`.
+Each is a real run of two or three ranks. The sweep takes those that race 20 times: a cause that is lost in one
+of many runs is lost. Faults of a single rank in a step are in `test_faults.py`.
 """
 
 from __future__ import annotations
@@ -12,106 +12,365 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.failure.faults import (
-    Model,
-    Ragged,
-    become_rank,
-    exit_statuses,
-    killed_at_the_end,
-    started_ranks,
-)
+from lightning_automodel.distributed import meeting, process_group
+from lightning_automodel.failure import supervisor
+from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, Supervisor
+from tests.failure.faults import Model, Ragged, become_rank, exit_statuses, killed_at_the_end, started_ranks
+from tests.processes import forked
 from tests.trainer.runs import SILENT
 
-STEP = 3
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 TIMES_IN_A_SWEEP = 20
 
 
-def two_raise(rank: int) -> None:
-    if rank:
-        raise ValueError(f"no labels on rank {rank}")
+def _trainer(
+    world_size: int,
+    timeout_s: float = 5.0,
+    data_parallel: str = "fsdp2",
+    heartbeat_timeout_s: float = 120.0,
+    **kwargs: Any,
+) -> pl.Trainer:
+    strategy = AutomodelStrategy(
+        data_parallel=data_parallel, timeout=timeout_s / 60, heartbeat_timeout=heartbeat_timeout_s / 60
+    )
+    options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
+    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
 
 
-def all_raise(rank: int) -> None:
+def _data() -> DataLoader:
+    return DataLoader(Ragged(lambda: None), 2)
+
+
+def _fails_in(hook: str, fail: Callable[[Model], None]) -> Model:
+    """A model on which ``fail`` is called first in ``hook``."""
+    original = getattr(Model, hook)
+
+    def broken(self: Model, *args: Any, **kwargs: Any) -> Any:
+        fail(self)
+        return original(self, *args, **kwargs)
+
+    return type("BrokenModel", (Model,), {hook: broken})()
+
+
+def _send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+# --- What a rank does -------------------------------------------------------------------------------------------------
+
+
+def host_stops_between_two_runs(rank: int, world_size: int) -> None:
+    model = Model()
+    trainer = _trainer(world_size)
+    trainer.fit(model, _data())
+    if rank == 0:
+        _send(signal.SIGSTOP)
+    time.sleep(1)
+    trainer.validate(model, _data())
+
+
+def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
+    def die(model: Model) -> None:
+        if rank == 0:
+            time.sleep(1)
+            _send(signal.SIGKILL)
+
+    _trainer(world_size).fit(_fails_in("on_fit_end", die), _data())
+
+
+def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
+    def stop(model: Model) -> None:
+        if rank == 1:
+            time.sleep(0.5)  # rank 0 waits for it by then, and learns late that it has come
+            _send(signal.SIGTERM)
+        else:
+            meeting.pause_s = lambda *_: 1.0  # type: ignore[assignment]
+
+    model = _fails_in("on_fit_end", stop)
+    trainer = _trainer(2)
+    trainer.fit(model, _data())
+    trainer.validate(model, _data())
+    print("validated")
+
+
+def sigterm_in_a_world_of_one(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _send(signal.SIGTERM)), _data())
+
+
+def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
+    def stop(model: Model) -> None:
+        model.trainer.should_stop = model.trainer.should_stop or (
+            rank == 1 and model.trainer.global_step == 2
+        )
+
+    _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(
+        _fails_in("on_train_batch_end", stop), _data()
+    )
+
+
+def gathers_on_one_rank_alone(rank: int, world_size: int) -> None:
+    def log_norm(model: Model) -> None:
+        if rank == 0 and model.trainer.global_step == 2:
+            print("norm", model.head.weight.norm())
+
+    _trainer(world_size, max_steps=6).fit(_fails_in("on_train_batch_end", log_norm), _data())
+
+
+def sleeps_after_its_last_step(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(
+        _fails_in("on_train_end", lambda model: time.sleep(PATIENCE_S) if rank == 1 else None), _data()
+    )
+
+
+def all_are_suspended(rank: int, world_size: int) -> None:
+    """For longer than a rank may be silent once a collective has failed, and less than heartbeats may be missing."""
+    folder = Path.cwd()
+
+    def suspend(model: Model) -> None:
+        if model.trainer.global_step == 2 and not (folder / f"suspended{rank}").exists():
+            (folder / f"suspended{rank}").touch()
+            if rank == 0:
+                waker = "sleep 6; kill -CONT $0 $1"
+                others = (folder / "pid1").read_text()
+                subprocess.Popen(["sh", "-c", waker, str(os.getpid()), others], start_new_session=True)
+            _send(signal.SIGSTOP)
+
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
+    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(
+        _fails_in("on_train_batch_start", suspend), _data()
+    )
+    print("went on")
+
+
+def _wait_for_first() -> None:
+    dist.recv(torch.zeros(1), 0)
+
+
+def _wait_for_second() -> None:
+    dist.recv(torch.zeros(1), 1)
+
+
+def time_out_together(rank: int, world_size: int) -> None:
+    """Each rank is asked where it is when it has left its collective already."""
+    _trainer(world_size).fit(
+        _fails_in("training_step", lambda model: _wait_for_first() if rank == 1 else _wait_for_second()),
+        _data(),
+    )
+
+
+def _reduce_another_size(rank: int) -> None:
+    dist.all_reduce(torch.zeros(1 if rank == 1 else 1000))
+
+
+def call_different_collectives(rank: int, world_size: int) -> None:
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), _data())
+
+
+class RaisesToo(pl.Callback):
+    """Keeps Lightning from tearing down after a failure."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise OSError("cannot tell anybody")
+
+
+def is_refused_after_a_failure_in_a_failure(rank: int, world_size: int) -> None:
+    def fail(model: Model) -> None:
+        raise ValueError("no labels here")
+
+    with pytest.raises(OSError, match="cannot tell anybody"):
+        _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), _data())
+    with pytest.raises(
+        RuntimeError, match=r"end all processes and start them again, with fit.*ckpt_path='last'"
+    ):
+        _trainer(world_size).fit(Model(), _data())
+    names = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")
+    ]
+    print("refused", names)
+
+
+def _save_on_exception(rank: int, world_size: int, data_parallel: str) -> None:
+    """Rank 1 fails while the other one stands in a collective; the callback saves two checkpoints."""
+
+    def fail(model: Model) -> None:
+        if rank == 1 and model.trainer.global_step == 2:
+            raise ValueError("no labels here")
+
+    saving = ModelCheckpoint(
+        "saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100
+    )
+    options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
+    try:
+        _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(
+            _fails_in("training_step", fail), _data()
+        )
+    finally:
+        if rank == 0:
+            print(
+                "saved",
+                sorted(
+                    (each.stem, torch.load(each)["global_step"]) for each in Path("saved").glob("*.ckpt")
+                ),
+            )
+
+
+def saves_where_rank_1_fails(rank: int, world_size: int) -> None:
+    _save_on_exception(rank, world_size, "ddp")
+
+
+def cannot_save_shards_where_rank_1_fails(rank: int, world_size: int) -> None:
+    _save_on_exception(rank, world_size, "fsdp2")
+
+
+# --- What races -------------------------------------------------------------------------------------------------------
+
+
+def _fit_and_fail(fault: Callable[[int], None], heartbeat_timeout_s: float = 20.0) -> None:
+    """Meet the fault in the fourth of six steps."""
+
+    def fail(model: Model) -> None:
+        if model.trainer.global_step == 3:
+            fault(model.global_rank)
+
+    _trainer(3, 30.0, heartbeat_timeout_s=heartbeat_timeout_s, max_steps=6, limit_val_batches=0).fit(
+        _fails_in("training_step", fail), _data()
+    )
+    print("ended well")
+
+
+def _raise(rank: int) -> None:
     raise ValueError(f"no labels on rank {rank}")
 
 
-def one_is_killed_while_another_keeps_the_lock(rank: int) -> None:
-    if rank == 1:
-        ctypes.PyDLL(None).sleep(6)
-    if rank == 2:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
+def two_raise(rank: int, world_size: int) -> None:
+    _fit_and_fail(lambda rank: _raise(rank) if rank else None)
 
 
-def one_raises_while_another_keeps_the_lock(rank: int) -> None:
-    if rank == 1:
-        ctypes.PyDLL(None).sleep(4)
-    if rank == 2:
-        time.sleep(1)
-        raise ValueError("no labels on rank 2")
+def all_raise(rank: int, world_size: int) -> None:
+    _fit_and_fail(_raise)
 
 
-def keeps_the_lock_for_long(rank: int) -> None:
+def _keep_the_lock(seconds: float, fault: Callable[[int], None]) -> Callable[[int], None]:
+    """Rank 1 sends no heartbeats, and rank 2 meets the fault meanwhile."""
+
+    def fail(rank: int) -> None:
+        if rank == 1:
+            ctypes.PyDLL(None).sleep(int(seconds))
+        if rank == 2:
+            time.sleep(1)
+            fault(rank)
+
+    return fail
+
+
+def one_is_killed_while_another_keeps_the_lock(rank: int, world_size: int) -> None:
+    _fit_and_fail(_keep_the_lock(6, lambda rank: _send(signal.SIGKILL)))
+
+
+def one_raises_while_another_keeps_the_lock(rank: int, world_size: int) -> None:
+    _fit_and_fail(_keep_the_lock(4, _raise))
+
+
+def keeps_the_lock_for_long(rank: int, world_size: int) -> None:
     """For longer than its heartbeats may be missing."""
-    if rank == 1:
-        ctypes.PyDLL(None).sleep(5)
+    _fit_and_fail(_keep_the_lock(5, lambda rank: None), heartbeat_timeout_s=2.0)
 
 
-def stops_and_goes_on(rank: int) -> None:
+def stops_and_goes_on(rank: int, world_size: int) -> None:
     """For less than its heartbeats may be missing."""
+
+    def stop(rank: int) -> None:
+        if rank == 1:
+            subprocess.Popen(
+                ["sh", "-c", "sleep 1; kill -CONT $0", str(os.getpid())], start_new_session=True
+            )
+            _send(signal.SIGSTOP)
+
+    _fit_and_fail(stop, heartbeat_timeout_s=3.0)
+
+
+def one_is_interrupted(rank: int, world_size: int) -> None:
+    _fit_and_fail(lambda rank: _send(signal.SIGINT) if rank == 1 else None)
+
+
+def raises_while_groups_are_made(rank: int, world_size: int) -> None:
+    """All have joined, and nothing else is watched yet."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("no device")
+
     if rank == 1:
-        subprocess.Popen(["sh", "-c", "sleep 1; kill -CONT $0", str(os.getpid())], start_new_session=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        dist.init_process_group = fail
+    _fit_and_fail(lambda rank: None)
 
 
-def one_is_interrupted(rank: int) -> None:
+def dies_before_its_first_heartbeat(rank: int, world_size: int) -> None:
+    """Before it is asked to: once all have joined."""
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        Supervisor.start_watch = lambda *_, **__: _send(signal.SIGKILL)  # type: ignore[method-assign]
+    _fit_and_fail(lambda rank: None, heartbeat_timeout_s=3.0)
 
 
-def raises_while_groups_are_made(rank: int) -> None:
-    """See `_be_rank`: all have joined, and nothing else is watched yet."""
+# --- What comes of it -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and what each rank must say; the exit statuses."""
+    """What the ranks do; their exit statuses, None for one that is stopped; and what each must say.
 
-    fault: Callable[[int], None]
-    says: tuple[str, str, str]
-    statuses: tuple[int, int, int] = (1, 1, 1)
-    heartbeat_timeout_s: float = 20.0
+    That is a regular expression, in which ``HOST`` is the host.
+    """
+
+    act: Callable[[int, int], None]
+    statuses: tuple[int | None, ...]
+    says: tuple[str, ...]
+    waits_long: bool = False
 
 
+FAILED = "RankFailedError: rank {0} on HOST failed in training_step: ValueError: no labels on rank {0}"
 NO_LABELS = "ValueError: no labels on rank {}"
-NAMED = "RankFailedError: rank {0} on HOST failed in training_step: ValueError: no labels on rank {0}"
-KILLED = "rank 2 on HOST was last seen in training_step: its process has ended without a word"
-ROWS = [
-    Row(two_raise, (NAMED.format("[12]"), NO_LABELS.format(1), NO_LABELS.format(2))),
-    Row(all_raise, (NO_LABELS.format(0), NO_LABELS.format(1), NO_LABELS.format(2))),
-    Row(one_is_killed_while_another_keeps_the_lock, (KILLED, "", ""), (1, 1, -signal.SIGKILL)),
-    Row(one_raises_while_another_keeps_the_lock, (NAMED.format(2), "", NO_LABELS.format(2))),
-    Row(keeps_the_lock_for_long, ("ended well",) * 3, (0, 0, 0), 2.0),
-    Row(stops_and_goes_on, ("ended well",) * 3, (0, 0, 0), 3.0),
-    Row(one_is_interrupted, ("",) * 3),  # the user's wish, which needs no explanation
+ENDED_WELL = ("ended well",) * 3
+STORE_IS_GONE = "rank 0 on {} missed heartbeats, last seen in "
+DIVERGED = (
+    "rank 1 on HOST failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in"
+    " step 3"
+)
+GATHERS = (
+    " in log_norm, which gathers head.weight for norm: make all ranks call it, outside of"
+    " `if trainer.is_global_zero`"
+)
+RACES = [
+    Row(two_raise, (1, 1, 1), (FAILED.format("[12]"), NO_LABELS.format(1), NO_LABELS.format(2))),
+    Row(all_raise, (1, 1, 1), tuple(map(NO_LABELS.format, range(3)))),
+    Row(
+        one_is_killed_while_another_keeps_the_lock,
+        (1, 1, -signal.SIGKILL),
+        ("rank 2 on HOST was last seen in training_step: its process has ended without a word", "", ""),
+    ),
+    Row(one_raises_while_another_keeps_the_lock, (1, 1, 1), (FAILED.format(2), "", NO_LABELS.format(2))),
+    Row(keeps_the_lock_for_long, (0, 0, 0), ENDED_WELL),
+    Row(stops_and_goes_on, (0, 0, 0), ENDED_WELL),
+    Row(one_is_interrupted, (1, 1, 1), ("",) * 3),  # the user's wish, which needs no explanation
     Row(
         raises_while_groups_are_made,
+        (1, 1, 1),
         (
             "rank 1 on HOST failed in set-up: ValueError: no",
             "ValueError: no",
@@ -119,44 +378,77 @@ ROWS = [
         ),
     ),
 ]
-
-
-class Fails(Model):
-    """Meets the fault in one of its steps."""
-
-    def __init__(self, fault: Callable[[int], None]) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == STEP:
-            self.fault(self.global_rank)
-        return super().training_step(batch, batch_idx)
+ROWS = [
+    Row(
+        dies_before_its_first_heartbeat,
+        (1, -signal.SIGKILL, 1),
+        ("rank 1 on an unknown host missed heartbeats", "", "rank 1 on an unknown host missed heartbeats"),
+        waits_long=True,
+    ),
+    Row(
+        host_stops_between_two_runs,
+        (None, 1),
+        ("", STORE_IS_GONE.format("an unknown host")),
+        waits_long=True,
+    ),
+    Row(host_dies_in_its_last_hook, (-signal.SIGKILL, 1), ("", STORE_IS_GONE.format("HOST"))),
+    Row(
+        sigterm_in_the_last_hook,
+        (SIGTERM_STATUS,) * 2,
+        ("Rank 1 received SIGTERM: all ranks stop at the end of this run.",) * 2,
+    ),
+    Row(sigterm_in_a_world_of_one, (SIGTERM_STATUS,), ("",)),
+    Row(stops_on_one_rank_alone, (1, 1), (DIVERGED,) * 2),
+    Row(gathers_on_one_rank_alone, (1, 1), (GATHERS,) * 2),
+    Row(
+        sleeps_after_its_last_step,
+        (1, 1),
+        ("rank 1 on HOST is missing, last seen in on_train_end, at .* in <lambda>: rank 0",) * 2,
+        waits_long=True,
+    ),
+    Row(all_are_suspended, (0, 0), ("went on",) * 2, waits_long=True),
+    Row(
+        time_out_together,
+        (1, 1),
+        (" in _wait_for_first, for ", " in _wait_for_second, for "),
+        waits_long=True,
+    ),
+    Row(
+        call_different_collectives,
+        (1, -signal.SIGABRT),
+        ("rank 1 on HOST was last seen in ", " in _reduce_another_size\n"),
+    ),
+    Row(is_refused_after_a_failure_in_a_failure, (0, 0), (r"refused \[\]",) * 2),
+    Row(
+        saves_where_rank_1_fails,
+        (1, 1),
+        (r"saved \[\('failed', 2\), \('last', 2\)\]", "ValueError: no labels here"),
+    ),
+    Row(
+        cannot_save_shards_where_rank_1_fails,
+        (1, 1),
+        (
+            "rank 1 on HOST failed in training_step",
+            "all ranks save shards together, which they cannot after a failure",
+        ),
+    ),
+]
 
 
 def _be_rank(row: Row, rank: int, port: int, folder: Path) -> None:
-    become_rank(rank, 3, port, folder)
-    if row.fault is raises_while_groups_are_made and rank == 1:
-
-        def fail(*args: Any, **kwargs: Any) -> None:
-            raise ValueError("no device")
-
-        dist.init_process_group = fail
-    strategy = AutomodelStrategy(
-        timeout=timedelta(seconds=30), heartbeat_timeout=timedelta(seconds=row.heartbeat_timeout_s)
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=3, strategy=strategy, max_steps=6, limit_val_batches=0, **SILENT
-    )
-    trainer.fit(Fails(row.fault), DataLoader(Ragged(lambda: None), 2))
-    print("ended well")
+    become_rank(rank, len(row.statuses), port, folder)
+    row.act(rank, len(row.statuses))
 
 
 def _run(row: Row, folder: Path) -> tuple[tuple[int | None, ...], list[str]]:
-    ranks = started_ranks(_be_rank, row, folder)
+    """Exit status, None for a rank that is stopped, and output of each rank."""
+    ranks = started_ranks(_be_rank, row, folder, len(row.statuses))
     with killed_at_the_end(ranks):
-        statuses = exit_statuses(ranks, PATIENCE_S)
-    return statuses, [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(3)]
+        ending = [rank for rank, status in zip(ranks, row.statuses, strict=True) if status is not None]
+        exit_statuses(ending, PATIENCE_S)
+        statuses = tuple(rank.exitcode for rank in ranks)
+    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(ranks))]
+    return statuses, outputs
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +459,72 @@ def outcomes(
     items = [
         item for item in request.session.items if item.name.startswith("test_every_rank_says_the_cause")
     ]
-    selected = [(item.callspec.params["row"], item.callspec.params["time"]) for item in items]
+    selected = [(item.callspec.params["row"], item.callspec.params["attempt"]) for item in items]
     with ThreadPoolExecutor(max_workers=4) as executor:
-        yield {each: executor.submit(_run, each[0], tmp_path_factory.mktemp("race")) for each in selected}
+        yield {each: executor.submit(_run, each[0], tmp_path_factory.mktemp("run")) for each in selected}
+
+
+def _parameters() -> Iterator[Any]:
+    """Each row once, those that wait long in the sweep alone; and what races many times there."""
+    for row in [*RACES, *ROWS]:
+        for attempt in range(TIMES_IN_A_SWEEP if row in RACES else 1):
+            in_sweep = attempt > 0 or row.waits_long
+            name = f"{row.act.__name__}-{attempt}"
+            yield pytest.param(row, attempt, id=name, marks=[pytest.mark.sweep] * in_sweep)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "time",
-    [0, *(pytest.param(time, marks=pytest.mark.sweep) for time in range(1, TIMES_IN_A_SWEEP))],
-)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.fault.__name__)
-def test_every_rank_says_the_cause(row: Row, time: int, outcomes: dict[tuple[Row, int], Future]) -> None:
-    """Whoever raised its own exception, the others that of one who did; nobody hangs, or is named for a long call."""
-    statuses, outputs = outcomes[row, time].result()
-    assert statuses == row.statuses, outputs
+@pytest.mark.parametrize(("row", "attempt"), _parameters())
+def test_every_rank_says_the_cause(row: Row, attempt: int, outcomes: dict[tuple[Row, int], Future]) -> None:
+    """Whoever raised its own exception, the others that of one who did; nobody hangs, or goes on to another run."""
+    statuses, outputs = outcomes[row, attempt].result()
+    assert statuses == row.statuses, "\n".join(outputs)
     for says, output in zip(row.says, outputs, strict=True):
         assert re.search(says.replace("HOST", re.escape(socket.gethostname())), output), output
+        assert "\nvalidated" not in output
+
+
+def _cannot_leave(rank: int, port: int, folder: Path) -> None:
+    become_rank(rank, 2, port, folder)
+    guard = Supervisor(lambda: None, lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "LONGEST_LEAVING_S", 0.1)
+        patch.setattr(process_group, "group_size", lambda: 2)
+        patch.setattr(process_group, "_leave", lambda *_: time.sleep(PATIENCE_S))
+        try:
+            raise ValueError("no labels here")
+        except ValueError:
+            guard._failed_at = time.monotonic()
+            guard.close()
+
+
+def test_last_resort_tells_the_cause(tmp_path: Path) -> None:
+    """Where groups cannot be destroyed, the process ends all the same, and not without a word."""
+    process = forked().Process(target=_cannot_leave, args=(1, 0, tmp_path))
+    process.start()
+    with killed_at_the_end([process]):
+        process.join(PATIENCE_S)
+    assert process.exitcode == 1
+    printed = (tmp_path / "rank1.log").read_text()
+    assert (
+        " stops: ValueError: no labels here; destroying its process groups took over 0.1 s. It was at:"
+        in printed
+    )
+    assert " in _cannot_leave\n" in printed
+
+
+def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
+    """A launcher sends it to the ranks that are left; a process that lives on must still end by it."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    guard = Supervisor(lambda: None, lambda: None)
+    try:
+        guard._patch_sigterm()
+        guard._failed_at = time.monotonic()
+        _send(signal.SIGTERM)
+        assert received == []
+        guard._failed_at -= LONGEST_LEAVING_S
+        _send(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
