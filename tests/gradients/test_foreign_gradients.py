@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, by_default, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default, first_by_default, make_trainer
 
 WIDTH = 5
 CLASSES = 3
@@ -86,15 +86,6 @@ def of_inputs(net: Net, batch: Batch) -> Tensor:
         return torch.autograd.grad(F.cross_entropy(net(inputs), batch[1]), inputs)[0]
 
 
-def into_inputs(net: Net, batch: Batch) -> Tensor:
-    """The same by a backward that names its inputs."""
-    inputs = batch[0].clone().requires_grad_()
-    with torch.enable_grad():
-        F.cross_entropy(net(inputs), batch[1]).backward(inputs=[inputs])
-    assert inputs.grad is not None
-    return inputs.grad
-
-
 def of_features(net: Net, batch: Batch) -> Tensor:
     """Grad-CAM: what a score says of a layer's activations."""
     with torch.enable_grad():
@@ -109,13 +100,6 @@ def twice(net: Net, batch: Batch) -> Tensor:
         logits = net(inputs)
         first = torch.autograd.grad(logits[:, 0].sum(), inputs, retain_graph=True)[0]
         return first + torch.autograd.grad(logits[:, 1].sum(), inputs)[0]
-
-
-def of_parameters(net: Net, batch: Batch) -> Tensor:
-    """GradNorm: how the loss depends on a layer."""
-    with torch.enable_grad():
-        loss = F.cross_entropy(net(batch[0]), batch[1])
-        return torch.autograd.grad(loss, [net.head.weight])[0]
 
 
 def of_all_parameters(net: Net, batch: Batch) -> Tensor:
@@ -144,17 +128,9 @@ def of_loss_and_penalty(net: Net, batch: Batch) -> Tensor:
     return of_both[0]
 
 
-Foreign = Callable[[Net, Batch], Tensor]
-GRADIENTS: dict[str, Foreign] = {
-    f.__name__: f
-    for f in (
-        *(of_inputs, into_inputs, of_features, twice, of_parameters, of_all_parameters),
-        of_loss_and_penalty,
-    )
+GRADIENTS: dict[str, Callable[[Net, Batch], Tensor]] = {
+    f.__name__: f for f in (of_inputs, of_features, twice, of_all_parameters, of_loss_and_penalty)
 }
-EVERYWHERE = tuple(GRADIENTS)
-# Through the forward of the net: outside of a step nothing else gathers.
-OUTSIDE = ("of_inputs", "into_inputs", "twice", "of_parameters", "of_all_parameters", "of_loss_and_penalty")
 
 
 # --- Where they are computed ------------------------------------------------------------------------------------------
@@ -273,57 +249,36 @@ def plainly(
     return Outcome(full_weights(net), None)
 
 
-HOOKS = {
-    "before the forward": (Trains, EVERYWHERE),
-    "after the forward": (Trains, EVERYWHERE),
-    "on_after_backward": (Trains, OUTSIDE),
-    "on_train_batch_end": (Trains, OUTSIDE),
-    "on_before_optimizer_step": (Trains, OUTSIDE),
-    "validation": (Trains, EVERYWHERE),
-    "by hand, before the forward": (ByHand, OUTSIDE),
-    "by hand, after the forward": (ByHand, OUTSIDE),
-    "by hand, after a manual backward": (ByHand, OUTSIDE),
-    "by hand, between backwards": (ByHand, OUTSIDE),
-    "by hand, on_train_batch_end": (ByHand, OUTSIDE),
-}
-CASES = {
-    f"{gradient}, {where}, {layout}, {accumulate}": (gradient, where, layout, accumulate)
-    for where, (_, gradients) in HOOKS.items()
-    for gradient in gradients
-    for layout in LAYOUTS
-    for accumulate in (1, ACCUMULATE)
-}
-DEFAULT = (
-    "of_inputs, before the forward, kept, 2",
-    "of_inputs, after the forward, resharded, 2",
-    "into_inputs, after the forward, kept, 1",
-    "of_features, after the forward, kept, 2",
-    "of_inputs, validation, kept, 2",
-    "twice, on_after_backward, resharded, 2",
-    "of_inputs, by hand, between backwards, kept, 2",
-    "of_all_parameters, before the forward, kept, 2",
-    "of_all_parameters, on_train_batch_end, resharded, 2",
-    "of_loss_and_penalty, before the forward, kept, 2",
-    "of_loss_and_penalty, on_train_batch_end, resharded, 2",
-)
+BESIDE = [
+    # What, where, by hand or not, the layout, and micro-batches a window. The search draws others.
+    ("of_inputs", "before the forward", Trains, "kept", 2),
+    ("of_inputs", "after the forward", Trains, "resharded", 2),
+    ("of_features", "after the forward", Trains, "kept", 1),
+    ("of_inputs", "validation", Trains, "kept", 2),
+    ("twice", "on_after_backward", Trains, "resharded", 2),
+    ("of_inputs", "between backwards", ByHand, "kept", 2),
+    ("of_all_parameters", "before the forward", Trains, "kept", 2),
+    ("of_loss_and_penalty", "on_train_batch_end", Trains, "resharded", 2),
+    ("of_loss_and_penalty", "before the forward", Trains, "kept", 2),
+    ("of_inputs", "on_before_optimizer_step", Trains, "checkpointed", 2),
+    ("of_all_parameters", "after the forward", Trains, "hsdp all_reduce", 2),
+    ("twice", "after a manual backward", ByHand, "hsdp resharded", 2),
+    ("of_loss_and_penalty", "after the forward", Trains, "ddp", 2),
+]
 
 
-def _beside(gradient: str, where: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
-    make = HOOKS[where][0]
-    return fit(make(gradient, where.removeprefix("by hand, ")), options, accumulate)
+def _beside(
+    gradient: str, where: str, make: type[Trains], layout: str, accumulate: int
+) -> dict[str, Tensor]:
+    return fit(make(gradient, where), LAYOUTS[layout], accumulate)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("case", by_default(CASES, *DEFAULT))
-def test_gradients_beside_the_backward(
-    pool2: RankPool, pool4: RankPool, case: tuple[str, str, str, int]
-) -> None:
-    gradient, where, layout, accumulate = case
-    num_ranks = 4 if "hsdp" in layout else 2
-    accumulate = ACCUMULATE if "by hand" in where else accumulate
-    expected = plainly(accumulate, num_ranks)
-    pool = pool4 if num_ranks == 4 else pool2
-    for weights in pool.run(_beside, gradient, where, LAYOUTS[layout], accumulate):
+@pytest.mark.parametrize("case", first_by_default([(case,) for case in BESIDE], 8))
+def test_gradients_beside_the_backward(pool2: RankPool, pool4: RankPool, case: tuple[Any, ...]) -> None:
+    pool = pool4 if "hsdp" in case[3] else pool2
+    expected = plainly(case[4], pool.num_ranks)
+    for weights in pool.run(_beside, *case):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 
@@ -392,19 +347,11 @@ def _using(used: str, by_hand: bool, options: dict[str, Any], accumulate: int) -
 
 
 USES = {
-    f"{used}, {'by hand' if by_hand else 'automatic'}, {layout}, {accumulate}": (
-        used,
-        by_hand,
-        layout,
-        accumulate,
-    )
+    f"{used}, {'by hand' if by_hand else 'automatic'}, {layout}": (used, by_hand, layout)
     for used in ("adversarial", "penalty")
     for by_hand in (False, True)
     for layout in LAYOUTS
-    for accumulate in (1, ACCUMULATE)
 }
-
-
 FREED = "A backward needed parameters that FSDP2 had freed"
 
 
@@ -420,24 +367,19 @@ def is_refused(used: str, by_hand: bool, layout: str) -> bool:
     "case",
     by_default(
         USES,
-        "adversarial, automatic, kept, 2",
-        "adversarial, automatic, resharded, 2",
-        "adversarial, by hand, kept, 2",
-        "penalty, automatic, kept, 2",
-        "penalty, automatic, resharded, 1",
-        "penalty, by hand, undeferred, 2",
-        "penalty, by hand, kept, 2",
+        "adversarial, automatic, resharded",
+        "adversarial, by hand, kept",
+        "penalty, automatic, kept",
+        "penalty, automatic, resharded",
+        "penalty, by hand, undeferred",
     ),
 )
-def test_gradients_that_training_uses(
-    pool2: RankPool, pool4: RankPool, case: tuple[str, bool, str, int]
-) -> None:
+def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tuple[str, bool, str]) -> None:
     """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
-    used, by_hand, layout, accumulate = case
-    num_ranks = 4 if "hsdp" in layout else 2
-    expected = plainly(ACCUMULATE if by_hand else accumulate, num_ranks, USED[used])
-    pool = pool4 if num_ranks == 4 else pool2
-    for found in pool.run(_using, used, by_hand, LAYOUTS[layout], accumulate):
+    used, by_hand, layout = case
+    pool = pool4 if "hsdp" in layout else pool2
+    expected = plainly(ACCUMULATE, pool.num_ranks, USED[used])
+    for found in pool.run(_using, used, by_hand, LAYOUTS[layout], ACCUMULATE):
         if is_refused(used, by_hand, layout):
             assert isinstance(found, str)
             assert FREED in found
@@ -524,53 +466,35 @@ def test_a_backward_of_some_parameters(
 
 
 class ScalesAfterAForward(Trains):
-    """Looks at the loss in a hook that sees final gradients, and scales them there."""
+    """Looks at the loss in hooks that see final gradients, and scales them there."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self) -> None:
         super().__init__("of_inputs", "nowhere")
         self.computed = 1
-        self.scales_in = where
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.batch = batch
         return self.loss(batch)
 
     def at(self, where: str, batch: Batch) -> None:
-        if where == self.scales_in:
+        if where in ("on_after_backward", "on_before_optimizer_step"):
             self.loss(batch)
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= 0.5
 
 
-class ScalesByHand(ScalesAfterAForward):
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        self.batch = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+def _scale(options: dict[str, Any]) -> dict[str, Tensor]:
+    return fit(ScalesAfterAForward(), options, 1)
 
 
-def _scale(by_hand: bool, where: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    return fit((ScalesByHand if by_hand else ScalesAfterAForward)(where), options, 1)
-
-
-@pytest.mark.each_value
+@pytest.mark.every_case
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "resharded"))
-@pytest.mark.parametrize("where", ["on_after_backward", "on_before_optimizer_step"])
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_gradients_scaled_after_a_forward(
-    pool2: RankPool, pool4: RankPool, by_hand: bool, where: str, options: dict[str, Any]
-) -> None:
+def test_gradients_scaled_after_a_forward(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
     """A forward in a hook leaves no gathered parameters in the module, which have no gradients."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
-    expected = plainly(1, pool.num_ranks, factor=0.5)
-    for weights in pool.run(_scale, by_hand, where, options):
+    expected = plainly(1, pool.num_ranks, factor=0.25)
+    for weights in pool.run(_scale, options):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 

@@ -204,6 +204,8 @@ def test_fused_optimizers_clip_too(pool2: RankPool, options: dict[str, Any]) -> 
 class TwoOptimizers(WideLossModule):
     """Windows of two optimizers that lie across each other's steps: clipped first, stepped later, in turn."""
 
+    fused = False
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.automatic_optimization = False
@@ -222,7 +224,9 @@ class TwoOptimizers(WideLossModule):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         head = list(self.model.head.parameters())
         others = [p for name, p in self.model.named_parameters() if not name.startswith("head.")]
-        return [torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM) for p in (others, head)]
+        return [
+            torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM, fused=self.fused) for p in (others, head)
+        ]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -307,17 +311,9 @@ class UnscalesByHand(TwoOptimizers):
             optimizer.zero_grad()
 
 
-class TwoAdams(TwoOptimizers):
-    """For which the size of a gradient matters, as for `Unfused`."""
+class TwoFused(TwoOptimizers):
+    """The kind of optimizers that would unscale for themselves."""
 
-    fused = False
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups = [optimizer.param_groups[0]["params"] for optimizer in super().configure_optimizers()]
-        return [torch.optim.Adam(p, lr=LEARNING_RATE, eps=1.0, fused=self.fused) for p in groups]
-
-
-class TwoFusedAdams(TwoAdams):
     fused = True
 
 
@@ -333,7 +329,10 @@ def _fit_two(
 
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
 def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window keeps its scale though the other optimizer's step has changed it, and is unscaled once."""
+    """A window keeps its scale though the other optimizer's step has changed it, and is unscaled once.
+
+    Also by fused optimizers, that the scaler would let unscale once more, and where users have unscaled before.
+    """
     monkeypatch.setattr("tests.trainer.precisions.ACCUMULATE", 1)
     norms: list[float] = []
     engine = options.get("data_parallel", "fsdp2")
@@ -343,22 +342,10 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
         assert scale == 2.0 ** (8 + 2 * 3)
         assert seen == pytest.approx(norms[: 2 * 3], rel=SAME)
         assert weight_error(Outcome(weights, None), expected) <= SAME
-
-
-@pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
-@pytest.mark.parametrize(
-    ("make_module", "same_as"),
-    [(TwoFusedAdams, TwoAdams), (UnscalesByHand, TwoOptimizers)],
-    ids=["fused", "by hand"],
-)
-def test_gradients_are_unscaled_once(
-    pool2: RankPool, options: dict[str, Any], make_module: type[TwoOptimizers], same_as: type[TwoOptimizers]
-) -> None:
-    """Fused optimizers would do it again where another one's step made the scaler forget; users may do it first."""
-    expected = Outcome(pool2.run(_fit_two, options, same_as)[0][0], None)
-    for weights, _, scale in pool2.run(_fit_two, options, make_module):
-        assert scale == 2.0 ** (8 + 2 * 3)
-        assert weight_error(Outcome(weights, None), expected) <= SAME
+    for kind in (TwoFused, UnscalesByHand):
+        for weights, _, scale in pool2.run(_fit_two, options, kind):
+            assert scale == 2.0 ** (8 + 2 * 3)
+            assert weight_error(Outcome(weights, None), expected) <= SAME
 
 
 def _norms(parameters: list[nn.Parameter]) -> list[float]:
@@ -417,6 +404,14 @@ class ManyTokensBehind(ManyTokens):
     factor = 100000
 
 
+class SmallCounts(WideLossModule):
+    """Counts as the sums of class weights may be: a sum of losses is far below a mean."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        count = 1e-6 * (batch["labels"] != -100).sum(dtype=torch.float32)
+        return {"loss": self(batch), "num_label_tokens": count}
+
+
 class FrozenTail(nn.Module):
     """A decoder in front of a frozen layer in float16."""
 
@@ -436,7 +431,7 @@ def _fit_many_tokens(
     options: dict[str, Any],
     in_range: bool,
     precision: str = "16-true",
-    make_module: type[ManyTokens] = ManyTokens,
+    make_module: type[WideLossModule] = ManyTokens,
     make_model: Callable[[], nn.Module] = decoder,
 ) -> dict[str, Tensor]:
     original = LossScaling.__init__
@@ -450,36 +445,13 @@ def _fit_many_tokens(
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
 def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Without a scaler, a power of two keeps the gradients of sums as small as those of means."""
+    """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
     exact = loop("64-true", "fsdp2")
-    for weights in pool2.run(_fit_many_tokens, options, True):
-        assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps
+    for module in (ManyTokens, SmallCounts):
+        for weights in pool2.run(_fit_many_tokens, options, True, "16-true", module):
+            assert weight_error(Outcome(weights, None), exact) <= 2 * torch.finfo(torch.float16).eps
     for weights in pool2.run(_fit_many_tokens, options, False):
         assert not all(weight.isfinite().all() for weight in weights.values())
-
-
-class SmallCounts(WideLossModule):
-    """Counts as the sums of class weights may be: a sum of losses is far below a mean."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {
-            "loss": self(batch),
-            "num_label_tokens": 1e-6 * (batch["labels"] != -100).sum(dtype=torch.float32),
-        }
-
-
-def _fit_small_counts(options: dict[str, Any]) -> dict[str, Tensor]:
-    return fit("16-true", options, SmallCounts)[0]
-
-
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
-    """From the first window on: a factor of at most one would leave gradients to underflow."""
-    for weights in pool2.run(_fit_small_counts, options):
-        assert (
-            weight_error(Outcome(weights, None), loop("64-true", "fsdp2"))
-            <= 2 * torch.finfo(torch.float16).eps
-        )
 
 
 FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
