@@ -98,21 +98,13 @@ def hybrid(net: Net) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def hybrid_roots(net: Net) -> nn.Module:
-    """Two replicas of a plain container of FSDP2 roots."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    for root in (*net.blocks, net.gate, net.head):
-        fully_shard(root, mesh=mesh)
-    return net
-
-
 def ddp(net: Net) -> nn.Module:
     """A copy on every rank."""
     return DistributedDataParallel(net)
 
 
 LAYOUTS: dict[str, Callable[[Net], nn.Module]] = {
-    layout.__name__: layout for layout in (one_root, nested, several_roots, hybrid, hybrid_roots, ddp)
+    layout.__name__: layout for layout in (one_root, nested, several_roots, hybrid, ddp)
 }
 
 

@@ -106,33 +106,27 @@ def _flags_around(
         ("ddp", False, True, [False]),
         ("ddp", False, False, [False]),
         ("ddp", True, True, [True]),
+        # Replicas scatter each time, parameters without a gradient included.
+        ("hybrid", False, True, 3 * [False, False, False]),
+        ("hybrid", False, "all_reduce", 3 * [True, False, True]),
+        ("hybrid", True, "all_reduce", 3 * [True, True, True]),
     ],
 )
 def test_flags_are_set_everywhere_and_restored(
-    pool2: RankPool, layout: str, is_optim_step: bool, defer: bool | str, fail: bool, within: list[bool]
+    pool2: RankPool,
+    pool4: RankPool,
+    layout: str,
+    is_optim_step: bool,
+    defer: bool | str,
+    fail: bool,
+    within: list[bool],
 ) -> None:
     """All distributed modules below a plain one are governed, and get back what they had, also after an exception."""
-    for before, inside, after in pool2.run(_flags_around, layout, is_optim_step, defer, fail):
+    pool = pool4 if layout == "hybrid" else pool2
+    for before, inside, after in pool.run(_flags_around, layout, is_optim_step, defer, fail):
         assert inside == within
         assert after == before
         assert layout == "ddp" or before[0] is False
-
-
-@pytest.mark.parametrize(
-    ("is_optim_step", "defer", "within"),
-    [
-        (False, True, 3 * [False, False, False]),
-        (False, "all_reduce", 3 * [True, False, True]),
-        (True, "all_reduce", 3 * [True, True, True]),
-    ],
-)
-def test_flags_of_replicas(
-    pool4: RankPool, is_optim_step: bool, defer: bool | str, within: list[bool]
-) -> None:
-    """With replicas, "all_reduce" scatters each time, parameters without a gradient included."""
-    for before, inside, after in pool4.run(_flags_around, "hybrid", is_optim_step, defer, True):
-        assert inside == within
-        assert after == before
 
 
 @pytest.mark.parametrize("defer", [None, "allreduce", 1, "true"])
@@ -187,57 +181,34 @@ def _plain_gradients(
 
 
 WINDOW = [[3, 2], [1, 4], [5, 1], [2, 2]]
+# By layout and deferral: whether nothing, the average, or each rank's own gradients are there in mid-window.
+IN_MID_WINDOW = [
+    ("nested", True, "nothing"),
+    ("several_roots", True, "nothing"),
+    ("nested", False, "average"),
+    ("ddp", False, "own"),
+    ("hybrid", True, "nothing"),
+    ("hybrid", "all_reduce", "nothing"),
+]
 
 
-@pytest.mark.parametrize("layout", ["nested", "several_roots"])
-def test_deferred_fsdp2_reduces_once(pool2: RankPool, layout: str) -> None:
-    """Nothing is reduced in mid-window; at the end every rank holds the average over both micro-batches."""
-    for middle, end in pool2.run(_gradients_by_micro_batch, layout, True, WINDOW):
-        assert set(middle.values()) == {None}
-        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
-
-
-def test_undeferred_fsdp2_reduces_each_time(pool2: RankPool) -> None:
-    """Without deferral the average of the first micro-batch is there in mid-window."""
-    for middle, end in pool2.run(_gradients_by_micro_batch, "nested", False, WINDOW):
-        assert error(middle, _plain_gradients(WINDOW, [0, 1], 1, divisor=2)) <= TOLERANCE
-        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
-
-
-def test_ddp_is_out_of_sync_until_the_end(pool2: RankPool) -> None:
-    """In mid-window each rank holds its own gradients, then all hold the average."""
-    for rank, (middle, end) in enumerate(pool2.run(_gradients_by_micro_batch, "ddp", False, WINDOW)):
-        assert error(middle, _plain_gradients(WINDOW, [rank], 1, divisor=1)) <= TOLERANCE
-        assert error(end, _plain_gradients(WINDOW, [0, 1], 2, divisor=2)) <= TOLERANCE
-
-
-@pytest.mark.parametrize("defer", [True, "all_reduce"])
-def test_replicas_agree_at_the_end(pool4: RankPool, defer: bool | str) -> None:
-    """Two replicas hold no gradients in mid-window and the average over all four ranks at its end."""
-    for middle, end in pool4.run(_gradients_by_micro_batch, "hybrid", defer, WINDOW):
-        assert set(middle.values()) == {None}
-        assert error(end, _plain_gradients(WINDOW, [0, 1, 2, 3], 2, divisor=4)) <= TOLERANCE
-
-
-def _skip_in_last() -> dict[str, Tensor | None]:
-    """Gradients where the root of the second block takes part in the first of two micro-batches only."""
-    model = Holder("several_roots")
-    first, second = model.inner["net"].blocks
-    features = torch.full((2, WIDTH), 1.0 + dist.get_rank(), dtype=torch.float64)
-    with get_sync_ctx(model, False):
-        (first(features).sum() + second(features).sum()).backward()
-    with get_sync_ctx(model, True):
-        first(features).sum().backward()
-    return _gradients(model)
-
-
-def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
-    """What a root accumulated before is reduced with the window although its last micro-batch did not use it."""
-    for gradients in pool2.run(_skip_in_last):
-        expected = torch.full((WIDTH, WIDTH), 2 * (1 + 2) / 2, dtype=torch.float64)
-        assert gradients["blocks.0.weight"].equal(2 * expected)
-        assert gradients["blocks.1.weight"] is not None
-        assert gradients["blocks.1.weight"].equal(expected)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("layout", "defer", "seen"), IN_MID_WINDOW)
+def test_what_is_reduced_when(
+    pool2: RankPool, pool4: RankPool, layout: str, defer: bool | str, seen: str
+) -> None:
+    """At the end of a window every rank holds the average over all of its micro-batches."""
+    pool = pool4 if layout == "hybrid" else pool2
+    ranks = list(range(pool.num_ranks))
+    expected = _plain_gradients(WINDOW, ranks, 2, divisor=pool.num_ranks)
+    for rank, (middle, end) in enumerate(pool.run(_gradients_by_micro_batch, layout, defer, WINDOW)):
+        assert error(end, expected) <= TOLERANCE
+        if seen == "nothing":
+            assert set(middle.values()) == {None}
+        elif seen == "average":
+            assert error(middle, _plain_gradients(WINDOW, ranks, 1, divisor=2)) <= TOLERANCE
+        else:
+            assert error(middle, _plain_gradients(WINDOW, [rank], 1, divisor=1)) <= TOLERANCE
 
 
 def _give_up_a_window() -> list[bool]:
@@ -277,10 +248,10 @@ class Optional(nn.Module):
         return hidden + self.layers[1](features) if both else hidden
 
 
-def _optional_unit(defer: bool | str, used_in: int) -> dict[str, Tensor | None]:
+def _optional_unit(defer: bool | str, used_in: int, has_root: bool) -> dict[str, Tensor | None]:
     model = Optional()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for module in (*model.layers, model):
+    for module in (*model.layers, model) if has_root else model.layers:
         fully_shard(module, mesh=mesh)
     features = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
     for step in range(3):
@@ -289,12 +260,16 @@ def _optional_unit(defer: bool | str, used_in: int) -> dict[str, Tensor | None]:
     return _gradients(model)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("has_root", [True, False])
 @pytest.mark.parametrize("used_in", [0, 1])
 @pytest.mark.parametrize("defer", [True, False, "all_reduce"])
-def test_unit_without_part_in_the_last_micro_batch(pool4: RankPool, defer: bool | str, used_in: int) -> None:
-    """A unit below a root is reduced with the window, whichever micro-batch used it."""
+def test_unit_without_part_in_the_last_micro_batch(
+    pool4: RankPool, defer: bool | str, used_in: int, has_root: bool
+) -> None:
+    """A unit below a root, or a root itself, is reduced with the window, whichever micro-batch used it."""
     mean = (1.0 + 2.0 + 3.0 + 4.0) / 4
-    for gradients in pool4.run(_optional_unit, defer, used_in):
+    for gradients in pool4.run(_optional_unit, defer, used_in, has_root):
         assert gradients["layers.0.weight"].equal(torch.full((3, 3), 3 * mean, dtype=torch.float64))
         assert gradients["layers.1.weight"].equal(torch.full((3, 3), mean, dtype=torch.float64))
 

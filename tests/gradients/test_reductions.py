@@ -60,25 +60,29 @@ def test_losses_and_denominators_are_summed(
         assert total.item() == denominator
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_rank_without_losses_learns_the_same(pool2: RankPool, dtype: torch.dtype) -> None:
-    """A rank that contributes nothing returns what the others return, to the last bit."""
-    (loss0, total0), (loss1, total1) = pool2.run(_reduce, [[1 / 3], []], [4, 0], dtype)
-    assert loss0.item() == torch.tensor(1 / 3, dtype=dtype).item()
-    assert loss1.item() == loss0.item()
-    assert total0.item() == total1.item() == 4
+NARROW: list[tuple[list[list[float]], list[Any], torch.dtype, float, int]] = [
+    # A rank without losses learns the same, counts are beyond float32's integers, many bfloat16 losses not rounded.
+    ([[1 / 3], []], [4, 0], torch.float64, 1 / 3, 4),
+    ([[1 / 3], []], [2**24 + 1, torch.tensor(2**40 + 1)], torch.float32, 1 / 3, 2**24 + 2**40 + 2),
+    ([[1.0] * 257, [1.0] * 300], [257, 300], torch.bfloat16, 557.0, 557),
+]
 
 
-def test_large_counts_are_exact(pool2: RankPool) -> None:
-    """Counts beyond float32's integers are summed exactly."""
-    for _, total in pool2.run(_reduce, LOSSES, [2**24 + 1, torch.tensor(2**40 + 1)], torch.float32):
-        assert total.item() == 2**24 + 2**40 + 2
-
-
-def test_half_precision_losses_are_summed_wide(pool2: RankPool) -> None:
-    """The sum of many bfloat16 losses is not itself rounded to bfloat16."""
-    for loss, _ in pool2.run(_reduce, [[1.0] * 257, [1.0] * 300], [257, 300], torch.bfloat16):
-        assert (loss.item(), loss.dtype) == (557.0, torch.float32)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("losses", "counts", "dtype", "expected", "count"), NARROW)
+def test_sums_are_exact(
+    pool2: RankPool,
+    losses: list[list[float]],
+    counts: list[Any],
+    dtype: torch.dtype,
+    expected: float,
+    count: int,
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    for loss, total in pool2.run(_reduce, losses, counts, dtype):
+        assert loss.item() == torch.tensor(expected, dtype=wide).item()
+        assert loss.dtype in (wide, torch.float64)
+        assert total.item() == count
 
 
 def _reduce_in_pairs() -> tuple[float, int]:
