@@ -84,19 +84,6 @@ class SynchronisedEachTime(Recipe):
             optimizer.zero_grad()
 
 
-class Deferred(Recipe):
-    """The same with one reduction: one window, weighed by tokens."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        last = batch_idx % 2 == 1
-        with optimizer.toggle_model(sync_grad=last):
-            self.backward_on(batch)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class EndedUntoggled(Recipe):
     """A window that a backward outside of any toggle ends."""
 
@@ -111,36 +98,15 @@ class EndedUntoggled(Recipe):
         optimizer.zero_grad()
 
 
-class LossesThatAdd(Recipe):
-    """Two backwards in one step, as of a main and a second objective."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.backward_on(batch)
-        self.backward_on(batch, sign=-1.0, scale=0.3)
-        optimizer.step()
-
-
-class TwoOptimizers(Recipe):
-    """One loss, one backward, two optimizers: Muon beside AdamW, a body and a head."""
+class NamedOptimizers(Recipe):
+    """One loss, one backward, two optimizers, named or not: Muon beside AdamW, a body and a head."""
 
     two_optimizers = True
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        self.backward_on(batch)
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class NamedOptimizers(TwoOptimizers):
-    """The same with `manual_backward(..., optimizer=...)`, for one and for several."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizers = self.optimizers()
-        self.backward_on(batch, optimizer=optimizers if batch_idx % 2 else optimizers[0])
+        named = ({}, {"optimizer": optimizers}, {"optimizer": optimizers[0]})[batch_idx % 3]
+        self.backward_on(batch, **named)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -155,20 +121,6 @@ class ClippedByTorch(Recipe):
         self.backward_on(batch)
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.1)
         self.noted.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        optimizer.step()
-
-
-class Clamped(Recipe):
-    """`.grad` changed in place by hand."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.backward_on(batch)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2).clamp_(-0.02, 0.02).add_(parameter, alpha=0.01)
         optimizer.step()
 
 
@@ -189,26 +141,6 @@ class SharpnessAware(Recipe):
         with torch.no_grad():
             for parameter, step in zip(self.parameters(), climb, strict=True):
                 parameter.sub_(step)
-        optimizer.step()
-
-
-class RawOptimizer(Recipe):
-    """Steps past Lightning's wrapper."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.backward_on(batch)
-        optimizer.step()
-
-
-class OwnGradients(Recipe):
-    """`.grad` set by hand steps as it is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for parameter in self.parameters():
-            parameter.grad = 0.1 * parameter.detach().clone()
         optimizer.step()
 
 
@@ -253,25 +185,18 @@ class ZeroedInMidWindow(Recipe):
 
 
 class Adversarial(Recipe):
-    """A GAN whose players accumulate interleaved and step together."""
+    """A GAN whose players accumulate interleaved; their windows end in different training steps."""
 
     two_optimizers = True
-    lag = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for player, (optimizer, sign) in enumerate(zip(self.optimizers(), (1.0, -1.0), strict=True)):
-            last = (batch_idx + player * self.lag) % 2 == 1
+            last = (batch_idx + player) % 2 == 1
             with optimizer.toggle_model(sync_grad=last):
                 self.backward_on(batch, sign)
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-class AdversarialOutOfStep(Adversarial):
-    """The players' windows end in different training steps."""
-
-    lag = 1
 
 
 class AdversarialEachTime(Recipe):
@@ -292,21 +217,14 @@ RECIPES = {
     recipe.__name__: recipe
     for recipe in (
         SynchronisedEachTime,
-        Deferred,
         EndedUntoggled,
-        LossesThatAdd,
-        TwoOptimizers,
         NamedOptimizers,
         ClippedByTorch,
-        Clamped,
         SharpnessAware,
-        RawOptimizer,
-        OwnGradients,
         NeverZeroed,
         AddedInBetween,
         ZeroedInMidWindow,
         Adversarial,
-        AdversarialOutOfStep,
         AdversarialEachTime,
     )
 }
@@ -316,7 +234,6 @@ class _PlainOptimizer:
     """The part of Lightning's wrapper that recipes use."""
 
     def __init__(self, module: Recipe, optimizer: torch.optim.Optimizer) -> None:
-        # Type: ignore[var-annotated]
         self.module = module
         self.optimizer = optimizer
         self.window = []
@@ -329,11 +246,9 @@ class _PlainOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        # Type: ignore[assignment]
         self.module.plain_toggled = self
         self.module.plain_sync = sync_grad
         yield
-        # Type: ignore[assignment]
         self.module.plain_toggled = None
         self.module.plain_sync = True
 

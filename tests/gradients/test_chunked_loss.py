@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
+from lightning_automodel import AutomodelStrategy, token_loss
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
@@ -114,11 +113,14 @@ def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("chunk_elements", [1, CHUNK, 2**22])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_all_logits(name: str, chunk_elements: int) -> None:
+@pytest.mark.parametrize("frozen", ["nothing", "head", "hidden"])
+def test_equals_all_logits(name: str, chunk_elements: int, frozen: str) -> None:
     options = OPTIONS[name]
     choices = {"chunk_elements": chunk_elements}
     (hidden, labels) = inputs(ignore_index=options.get("ignore_index", -100))
     head = nn.Linear(WIDTH, VOCABULARY).double()
+    for tensor in {"nothing": [], "head": [*head.parameters()], "hidden": [hidden]}[frozen]:
+        tensor.requires_grad_(False)
     actual = with_gradients(token_loss, hidden, head, labels, **choices, **options)
     assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels, **options)) <= TOLERANCE
     with torch.no_grad():
@@ -148,13 +150,6 @@ def test_ignored_positions_have_no_effect_whatever_stands_there(value: float, na
         )
 
 
-def test_sequences_without_a_batch() -> None:
-    (hidden, labels) = inputs()
-    head = nn.Linear(WIDTH, VOCABULARY).double()
-    actual = with_gradients(token_loss, hidden[1], head, labels[1])
-    assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
-
-
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (2, 0)])
 def test_without_labels(shape: tuple[int, int]) -> None:
     """The head takes part, with gradients of zero, as other ranks need it."""
@@ -164,15 +159,6 @@ def test_without_labels(shape: tuple[int, int]) -> None:
     loss, count, *gradients = with_gradients(token_loss, hidden, head, torch.full(shape, -100), **options)
     assert loss == count == 0
     assert all(gradient.count_nonzero() == 0 for gradient in gradients)
-
-
-@pytest.mark.parametrize("frozen", ["head", "hidden"])
-def test_frozen(frozen: str) -> None:
-    (hidden, labels) = inputs()
-    head = nn.Linear(WIDTH, VOCABULARY).double()
-    (head if frozen == "head" else hidden).requires_grad_(False)
-    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
-    assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels)) <= TOLERANCE
 
 
 class TiedOutside(nn.Module):
@@ -330,41 +316,24 @@ def test_compiled(compiled: str) -> None:
     assert deviation(list(actual), list(expected)) <= TOLERANCE
 
 
-def test_a_gradient_hook_is_refused() -> None:
-    (hidden, labels) = inputs()
-    head = nn.Linear(WIDTH, VOCABULARY).double()
-    head.bias.register_hook(lambda gradient: 2 * gradient)
-    with pytest.raises(ValueError, match=r"A parameter \[11\] of the head has a gradient hook"):
-        token_loss(hidden, head, labels)
-    assert "forward" not in vars(head)
-
-
-def test_shapes_are_checked() -> None:
+def test_what_is_refused() -> None:
+    """Shapes, a second backward, a gradient penalty (which would be a constant), and hooks that chunks would run."""
     (hidden, labels) = inputs()
     head = nn.Linear(WIDTH, VOCABULARY).double()
     with pytest.raises(ValueError, match=r"hidden \[3, 6, 7\] must be \[\.\.\., s, d\] for labels \[3, 5\]"):
         token_loss(hidden, head, labels[:, 1:])
     with pytest.raises(ValueError, match="chunk_elements must be at least 1, got 0"):
         token_loss(hidden, head, labels, chunk_elements=0)
-
-
-def test_one_backward() -> None:
-    (hidden, labels) = inputs()
-    head = nn.Linear(WIDTH, VOCABULARY).double()
-    loss, _ = token_loss(hidden, head, labels)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backpropagated once"):
-        loss.backward()
-
-
-def test_no_second_derivative() -> None:
-    """A gradient penalty would be a constant, without a word."""
-    (hidden, labels) = inputs()
-    head = nn.Linear(WIDTH, VOCABULARY).double()
     loss, _ = token_loss(hidden, head, labels)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, head.weight, create_graph=True)
-    loss.backward()  # what was refused has used nothing up
+    loss.backward(retain_graph=True)  # what was refused has used nothing up
+    with pytest.raises(RuntimeError, match="backpropagated once"):
+        loss.backward()
+    head.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match=r"A parameter \[11\] of the head has a gradient hook"):
+        token_loss(hidden, head, labels)
+    assert "forward" not in vars(head)
 
 
 # --- Trained by the strategy
@@ -449,75 +418,6 @@ def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
     expected = plain_decoder(head, CASE)
     for weights in pool2.run(fit_decoder, head, options):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
-
-
-class Trunk(TinyDecoder):
-    """All of a decoder but its head."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        del self.head
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.norm(hidden)
-
-
-class TwoRoots(LightningModule):
-    """Steps by hand; trunk and head are sharded and gathered one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.trunk = Trunk(CASE.seed).double()
-        self.head = TinyDecoder(CASE.seed).head.double()
-
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return token_loss(self.trunk(batch["input_ids"]), self.head, batch["labels"], chunk_elements=CHUNK)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss, count = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss, num_label_tokens=count)
-        optimizer.step()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss, count = self.loss(batch)
-        return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self)
-
-
-def fit_by_hand(options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
-    """Train, then evaluate: the weights, and the mean loss over all ranks."""
-    module = TwoRoots()
-    strategy = AutomodelStrategy(loss_reduction="sum", **options)
-    make_trainer(strategy).fit(module, loader(CASE))
-    evaluated = AutomodelStrategy(**options)
-    trainer = make_trainer(evaluated, callbacks=[EvaluationLoss()])
-    trainer.validate(module, loader(CASE), verbose=False)
-    return full_weights(module), float(trainer.callback_metrics["val_loss"])
-
-
-@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
-def test_by_hand_and_in_evaluation(pool2: RankPool, options: dict[str, Any]) -> None:
-    module = TwoRoots()
-    optimizer = sgd(module)
-    for batches in zip(*micro_batches(CASE), strict=True):
-        losses, counts = zip(*map(module.loss, batches), strict=True)
-        optimizer.zero_grad()
-        (sum(losses) / max(1, sum(counts))).backward()
-        optimizer.step()
-    with torch.no_grad():
-        sums = [module.loss(batch) for batches in micro_batches(CASE) for batch in batches]
-    mean = float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))
-    for weights, evaluated in pool2.run(fit_by_hand, options):
-        assert weight_error(Outcome(weights, None), Outcome(full_weights(module), None)) <= TOLERANCE
-        assert evaluated == pytest.approx(mean, rel=1e-6)
 
 
 def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
@@ -645,36 +545,3 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
     expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
     for weights in pool2.run(fit_causal, make_model, options):
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
-
-
-def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    """Weights after one step in bfloat16, and the dtypes of the losses."""
-    module = (CausalInChunks if chunked else OwnLoss)(tied_llama().float())
-    dtypes: set[torch.dtype] = set()
-    step = module.training_step
-
-    def training_step(batch: Batch, batch_idx: int) -> Any:
-        output = step(dict(batch), batch_idx)
-        dtypes.add((output["loss"] if chunked else output).dtype)
-        return output
-
-    module.training_step = training_step
-    strategy = AutomodelStrategy(label_shift=1, **options)
-    trainer = make_trainer(
-        strategy, accumulate_grad_batches=CAUSAL.num_batches, precision="bf16-mixed", gradient_clip_val=0.1
-    )
-    trainer.fit(module, loader(CAUSAL))
-    return full_weights(module), dtypes
-
-
-@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
-def test_mixed_precision(pool2: RankPool, options: dict[str, Any]) -> None:
-    """As far from the loss over all logits as bfloat16 is."""
-    before = {f"model.{name}": weight.float() for name, weight in full_weights(tied_llama()).items()}
-    for (chunked, dtypes), (whole, _) in zip(
-        *(pool2.run(fit_mixed, way, options) for way in (True, False)), strict=True
-    ):
-        assert dtypes == {torch.float32}
-        steps = [torch.cat([(each[n] - before[n]).flatten() for n in before]) for each in (chunked, whole)]
-        assert F.cosine_similarity(*steps, dim=0) > 0.999
-        assert relative_error(steps[0].norm(), steps[1].norm()) <= 0.01
