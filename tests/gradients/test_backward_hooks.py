@@ -49,28 +49,13 @@ def halved(gradient: Tensor) -> Tensor:
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in (clipped, normalised, halved)}
 
 
-class InFunction(torch.autograd.Function):
-    """The same inside of an autograd function."""
-
-    @staticmethod
-    def forward(ctx: Any, rule: Rule, hidden: Tensor) -> Tensor:
-        ctx.rule = rule
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, ctx.rule(gradient)
-
-
 def attach(net: Net, rule: Rule, how: str) -> None:
     """Change the gradients that reach the second block."""
     block = net.blocks[1]
     if how == "module hook":
         block.register_full_backward_hook(lambda module, before, after: (rule(before[0]),))
-    elif how == "tensor hook":
-        block.register_forward_pre_hook(lambda module, args: args[0].register_hook(rule) and None)
     else:
-        block.register_forward_pre_hook(lambda module, args: (InFunction.apply(rule, args[0]),))
+        block.register_forward_pre_hook(lambda module, args: args[0].register_hook(rule) and None)
 
 
 class Hooked(LightningModule):
@@ -133,7 +118,7 @@ def plainly(rule: str, how: str) -> Outcome:
 CASES = {
     f"{rule}, {how}, {layout}": (rule, how, options)
     for rule in RULES
-    for how in ("module hook", "tensor hook", "function")
+    for how in NAMED
     for layout, options in LAYOUTS.items()
 }
 
@@ -142,7 +127,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     by_default(
-        CASES, "clipped, module hook, kept", "normalised, function, kept", "clipped, module hook, ddp"
+        CASES, "clipped, module hook, kept", "normalised, tensor hook, kept", "clipped, module hook, ddp"
     ),
 )
 def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:

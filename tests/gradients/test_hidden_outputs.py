@@ -75,36 +75,6 @@ class Distribution(nn.Module):
         return -self.policies[0](self.body(inputs)).log_prob(inputs).sum(1)
 
 
-class Box:
-    """No container that torch looks into."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class Boxed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, box: Box) -> Box:
-        return Box(torch.tanh(self.linear(box.value)))
-
-
-class Boxes(nn.Module):
-    """Blocks pass objects on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Boxed(), Boxed()])
-
-    def losses(self, inputs: Tensor) -> Tensor:
-        box = Box(inputs)
-        for each in self.blocks:
-            box = each(box)
-        return box.value.square().sum(1)
-
-
 class Half(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +138,7 @@ class Watched(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    model.__name__: model for model in (Perceptual, Distribution, Boxes, Views, Stored, Watched)
+    model.__name__: model for model in (Perceptual, Distribution, Views, Stored, Watched)
 }
 
 
@@ -205,13 +175,11 @@ DEFAULT = (
     "Perceptual, resharded",
     "Perceptual, by hand",
     "Distribution, by hand",
-    "Boxes, resharded",
     "Views, by hand",
     "Watched, resharded",
     "Watched, by hand",
     "Stored, by hand, kept",
     "Perceptual, kept",
-    "Boxes, by hand, kept",
     "Stored, resharded",
 )
 

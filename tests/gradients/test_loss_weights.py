@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import Advice
@@ -144,54 +143,6 @@ def test_only_the_first_micro_batches_are_looked_at() -> None:
     advice.about_loss(module, weighting, unread, unread, 1)
 
 
-# --- Soft labels with class weights -----------------------------------------------------------------------------------
-
-
-class Soft(LightningModule):
-    """Divides by rows, as torch does, and counts them or the class weights of its probabilities."""
-
-    def __init__(self, counts_weights: bool) -> None:
-        super().__init__()
-        self.counts_weights = counts_weights
-        self.model = nn.Linear(WIDTH, CLASSES).double()
-        self.loss = nn.CrossEntropyLoss(weight=WEIGHT.clone())
-        fill(self.model)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        images, numbers = batch
-        soft = (numbers[:, None] * torch.arange(CLASSES)).softmax(-1)
-        count = (soft @ WEIGHT).sum() if self.counts_weights else len(soft)
-        return {"loss": self.loss(self.model(images), soft), "num_label_tokens": count}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _train_softly(counts_weights: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    return _fitted(Soft(counts_weights), options)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_class_weights_are_no_count_of_soft_labels(pool2: RankPool, engine: str) -> None:
-    """Which is told; with rows, weights are those of one batch."""
-    module = Soft(False)
-    optimizer = module.configure_optimizers()
-    for batches in zip(data(0), data(1), strict=True):
-        optimizer.zero_grad()
-        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-        module.training_step(whole, 0)["loss"].backward()
-        optimizer.step()
-    expected = full_weights(module)
-    (weights, told), _ = pool2.run(_train_softly, True, {"data_parallel": engine})
-    assert error(weights, expected) > 1e-2
-    assert len(told) == 1
-    assert "Give what the loss divides by as num_label_tokens" in told[0]
-    for weights, told in pool2.run(_train_softly, False, {"data_parallel": engine}):
-        assert error(weights, expected) < TOLERANCE
-        assert not told
-
-
 # --- Losses of all ranks ----------------------------------------------------------------------------------------------
 
 ROWS = [[5, 2, 3, 4], [1, 4, 2, 6]]
@@ -209,26 +160,6 @@ def data(rank: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-class Mean(Metric):
-    """The mean of numbers, in float64."""
-
-    is_differentiable = True
-    higher_is_better = None
-    full_state_update = False
-
-    def __init__(self, dist_sync_on_step: bool) -> None:
-        super().__init__(dist_sync_on_step=dist_sync_on_step)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, values: Tensor) -> None:
-        self.total += values.sum()
-        self.count += len(values)
-
-    def compute(self) -> Tensor:
-        return self.total / self.count
-
-
 class Gathering(LightningModule):
     """Averages its loss over the ranks in one of several ways."""
 
@@ -237,7 +168,6 @@ class Gathering(LightningModule):
         self.way = way
         self.automatic_optimization = not is_manual
         self.model = nn.Linear(WIDTH, 1).double()
-        self.synchronised = Mean(dist_sync_on_step=way == "metric")
         fill(self.model)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -249,8 +179,6 @@ class Gathering(LightningModule):
                 return self.all_gather(own, sync_grads=True).mean()
             case "all_reduce":
                 return across.all_reduce(own) / ranks
-            case "metric":
-                return self.synchronised(errors) * ranks
             case "exact":
                 parts = self.all_gather(
                     torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True
@@ -275,14 +203,11 @@ class Gathering(LightningModule):
 
 
 def _train(way: str, is_manual: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    return _fitted(Gathering(way, is_manual), {"count": "samples", **options})
-
-
-def _fitted(module: LightningModule, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     """Weights, and what was told of the loss."""
+    module = Gathering(way, is_manual)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(AutomodelStrategy(**options))
+        trainer = make_trainer(AutomodelStrategy(**{"count": "samples", **options}))
         trainer.fit(module, DataLoader(data(dist.get_rank()), batch_size=None))
     texts = [str(each.message) for each in caught]
     return full_weights(module), [text for text in texts if text.startswith("The loss of ")]
@@ -331,21 +256,10 @@ def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_metric_of_all_ranks(pool2: RankPool, engine: str) -> None:
-    """Its gradient is that of this rank's part, so that with the option of the table all samples weigh alike."""
-    for weights, _ in pool2.run(_train, "metric", False, ENGINES[engine] | ALIKE):
-        assert error(weights, plainly(weights_alike=False)) < TOLERANCE
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_loss_that_divides_by_the_samples_of_all_ranks_is_right(pool2: RankPool, engine: str) -> None:
+def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, engine: str) -> None:
+    """A loss that divides by the samples of all ranks is right; nor are statistics that it is not linear in."""
     for weights, told in pool2.run(_train, "exact", False, ENGINES[engine]):
         assert error(weights, plainly(weights_alike=False)) < TOLERANCE
         assert not told
-
-
-def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool) -> None:
-    """Statistics of all ranks that the loss is not linear in."""
-    (_, told), _ = pool2.run(_train, "features", False, {})
+    (_, told), _ = pool2.run(_train, "features", False, ENGINES[engine])
     assert not told

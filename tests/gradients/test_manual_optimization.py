@@ -98,9 +98,7 @@ AGAIN = "manual_backward is called again for the same batch, and each loss weigh
 
 
 class Chunks(ManualModule):
-    """One backward for each row; `between` runs after the first ones."""
-
-    between = staticmethod(lambda optimizer: None)
+    """One backward for each row."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -110,20 +108,12 @@ class Chunks(ManualModule):
             kwargs = {"num_label_tokens": (chunk["labels"] != -100).sum()} if self.tell else {}
             with optimizer.toggle_model(sync_grad=row == rows - 1):
                 self.manual_backward(self(chunk), **kwargs)
-            if row < rows - 1:
-                self.between(optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
 
-class GivesUpEachWindow(Chunks):
-    between = staticmethod(lambda optimizer: optimizer.zero_grad())
-
-
-def _fit_chunks(
-    make: type[Chunks], tell: bool, options: dict[str, Any]
-) -> tuple[dict[str, Tensor], str, list[str]]:
-    module = make(tell=tell)
+def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
+    module = Chunks(tell=tell)
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -138,27 +128,25 @@ def _fit_chunks(
 def test_chunks_of_a_batch(pool2: RankPool) -> None:
     """Exact with a count for each; without, none of them may weigh as the whole batch in silence."""
     expected = Outcome(train_plainly([[index] for index in range(8)], TWO_ROWS), None)
-    for weights, error, warned in pool2.run(_fit_chunks, Chunks, True, {}):
+    for weights, error, warned in pool2.run(_fit_chunks, True, {}):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
         assert (error, warned) == ("", [])
-    for _, error, _ in pool2.run(_fit_chunks, Chunks, False, {}):
+    for _, error, _ in pool2.run(_fit_chunks, False, {}):
         assert error.startswith(AGAIN.format("label tokens"))
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "counted"),
+    ("options", "counted"),
     [
-        (Chunks, {"count": "samples"}, "samples"),
-        pytest.param(GivesUpEachWindow, {}, "label tokens", marks=pytest.mark.sweep),
-        pytest.param(GivesUpEachWindow, {"count": "samples"}, None, marks=pytest.mark.sweep),
-        pytest.param(Chunks, {"per_token_loss": False}, None, marks=pytest.mark.sweep),
+        ({"count": "samples"}, "samples"),
+        ({"per_token_loss": False}, None),
     ],
 )
 def test_backwards_that_may_be_of_the_whole_batch(
-    pool2: RankPool, make: type[Chunks], options: dict[str, Any], counted: str | None
+    pool2: RankPool, options: dict[str, Any], counted: str | None
 ) -> None:
     """A GAN and SAM run several: a warning at most, once."""
-    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, make, False, options)):
+    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, False, options)):
         assert error == ""
         assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
             rank == 0 and counted is not None

@@ -31,7 +31,6 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.runs import (
     CASE,
-    LEARNING_RATE,
     STRATEGIES,
     TOLERANCE,
     LabelledModule,
@@ -188,53 +187,6 @@ def _loss_with_swapped_initial_weights() -> float:
         for parameter in model.parameters():
             parameter.mul_(SWAPPED_BY)
         return float(mean_loss(model, micro_batches(CASE)[0][0]))
-
-
-class WritesWeights(MidWindow):
-    """Changes weights for good in the middle of the first window."""
-
-    def act(self, trainer: Trainer, module: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.mul_(SWAPPED_BY)
-
-
-def _fit_and_write(options: dict[str, Any]) -> dict[str, Tensor]:
-    module = LabelledModule()
-    trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights()]
-    )
-    trainer.fit(module, loader())
-    return full_weights(module.model)
-
-
-def _plain_weights_written_after_two_micro_batches() -> dict[str, Tensor]:
-    model = TinyDecoder(CASE.seed).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    by_rank = micro_batches(CASE)
-    for window in WINDOWS:
-        tokens = sum(
-            int((batches[index]["labels"] != -100).sum()) for batches in by_rank for index in window
-        )
-        optimizer.zero_grad()
-        for index in window:
-            for batches in by_rank:
-                (mean_loss(model, batches[index], "sum") / tokens).backward()
-            if index == 1:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.mul_(SWAPPED_BY)
-        optimizer.step()
-    return full_weights(model)
-
-
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-def test_weights_written_for_good_are_used(pool2: RankPool, options: dict[str, Any]) -> None:
-    """The next micro-batch trains with weights that a callback wrote in place, kept gathered or not."""
-    expected = Outcome(_plain_weights_written_after_two_micro_batches(), None)
-    for weights in pool2.run(_fit_and_write, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 
 def _kinds_of_parameters(options: dict[str, Any]) -> set[str]:
