@@ -96,7 +96,7 @@ def fit_module(module: ModelModule, options: dict[str, Any], choice: Any) -> Run
     strategy = AutomodelStrategy(**options, activation_checkpointing=choice)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[counts]).fit(module, loader())
     described = strategy.describe()["activation_checkpointing"]
-    outcome = Outcome(full_weights(module), None)
+    outcome = Outcome(full_weights(module))
     return Run(outcome, counts.forwards, counts.kept_bytes, described, list(module.state_dict()))
 
 
@@ -294,16 +294,12 @@ def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome
     return run.weights, {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-WRITING = {"kept": OPTIONS["kept"], "ddp": OPTIONS["ddp"], "compiled": {"compile": {"backend": "eager"}}}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", by_default(WRITING, "kept"))
+@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
 def test_buffers_are_written_once(pool2: RankPool, options: dict[str, Any]) -> None:
     """The second forward finds the buffers that the first one found, and leaves them as the first one did."""
-    expected = pool2.run(_weights_and_buffers, {**options, "compile": False}, False)
+    expected = pool2.run(_weights_and_buffers, options, False)
     for (weights, buffers), (others, wanted) in zip(
-        pool2.run(_weights_and_buffers, options, True, timeout_s=300), expected, strict=True
+        pool2.run(_weights_and_buffers, options, True), expected, strict=True
     ):
         assert weight_error(weights, others) <= TOLERANCE
         assert wanted["model.blocks.0.norm.calls"] == 8
@@ -374,7 +370,8 @@ def test_each_fit_chooses_anew(pool2: RankPool, options: dict[str, Any]) -> None
         assert forwards == [48, 48, 24, 48, 48]
 
 
-def _outputs_of_a_copy() -> tuple[float, float]:
+def test_a_copy_computes_with_its_own_weights() -> None:
+    """Averaging callbacks copy the module in mid-fit."""
     module = ModelModule(filled_decoder())
     patches = PatchStack()
     checkpoint_blocks(module, True, None, True, patches)
@@ -383,16 +380,9 @@ def _outputs_of_a_copy() -> tuple[float, float]:
         for parameter in copied.parameters():
             parameter.zero_()
     hidden = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
-    outputs = [model.blocks[0](hidden).sum().item() for model in (copied.model, module.model)]
+    assert copied.model.blocks[0](hidden).sum() == 2 * WIDTH
+    assert module.model.blocks[0](hidden).sum() != 2 * WIDTH
     patches.restore()
-    return outputs[0], outputs[1]
-
-
-def test_a_copy_computes_with_its_own_weights() -> None:
-    """Averaging callbacks copy the module in mid-fit."""
-    copied, original = _outputs_of_a_copy()
-    assert copied == 2 * WIDTH
-    assert original != copied
 
 
 class WithoutBlocks(nn.Module):

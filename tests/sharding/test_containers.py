@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, fill, plain_weights, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
@@ -109,7 +109,7 @@ def fit(
     module = ModelModule(make_model())
     strategy = AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=accumulate).fit(module, loader())
-    return Outcome(full_weights(module), None), strategy.describe().get("units")
+    return Outcome(full_weights(module)), strategy.describe().get("units")
 
 
 @pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.sweep)])
@@ -129,15 +129,17 @@ def test_containers(
             assert units == [f"model.stack.{key} (Sequential)" for key in keys]
 
 
-def _message() -> str:
+def _message(make_model: type[Stacked]) -> str:
     with pytest.raises(RuntimeError) as raised:
-        make_trainer(AutomodelStrategy()).fit(ModelModule(Opened()), loader())
+        fit(make_model, {}, 1)
     return str(raised.value)
 
 
-def test_a_unit_that_is_not_called(pool2: RankPool) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize("make_model", [Opened, Iterated])
+def test_a_unit_that_is_not_called(pool2: RankPool, make_model: type[Stacked]) -> None:
     """Calling it, or giving the classes that are called, is what the message says."""
-    for message in pool2.run(_message):
+    for message in pool2.run(_message, make_model):
         assert "got a gradient that it does not reduce" in message
         assert "call the unit itself" in message
         assert "pass an auto_wrap_policy with the classes of what is called" in message
@@ -157,30 +159,15 @@ def test_a_unit_that_is_not_called_in_evaluation(pool2: RankPool) -> None:
     assert pool2.run(_evaluate, {}) == pytest.approx(replicated, rel=TOLERANCE)
 
 
-def _fit_with(policy: Any) -> Outcome:
-    return fit(Opened, {"auto_wrap_policy": policy}, 2)[0]
-
-
-def test_the_policy_that_the_message_names(pool2: RankPool) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make_model", "policy"), [(Opened, {nn.Sequential}), (Iterated, {nn.Linear, Block})]
+)
+def test_the_policy_that_the_message_names(pool2: RankPool, make_model: type[Stacked], policy: Any) -> None:
     """Trains."""
-    expected = prefixed(plain_weights(Opened(), 2))
-    assert all(
-        weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential})
-    )
-
-
-def _iterate(policy: Any) -> Outcome:
-    return fit(Iterated, {"auto_wrap_policy": policy}, 2)[0]
-
-
-def test_a_sequential_that_is_iterated_over(pool2: RankPool) -> None:
-    """Is told like any unit that is not called, and trains with the classes that are."""
-    with pytest.raises(RankError, match="Code that calls only modules in a unit does that"):
-        pool2.run(_iterate, None)
-    expected = prefixed(plain_weights(Iterated(), 2))
-    assert all(
-        weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_iterate, {nn.Linear, Block})
-    )
+    expected = prefixed(plain_weights(make_model(), 2))
+    for weights, _ in pool2.run(fit, make_model, {"auto_wrap_policy": policy}, 2):
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 def _switch_validation_off() -> tuple[bool, str]:

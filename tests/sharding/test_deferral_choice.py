@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.free_memory import pretended
-from tests.gradients.test_manual_optimization import UsesRightFirst, _plain_right_first
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import (
-    CASE,
     TOLERANCE,
     LabelledModule,
     by_default,
@@ -47,13 +45,10 @@ class Told:
 def fit(
     options: dict[str, Any],
     fractions: tuple[float, ...],
-    make_module: type = LabelledModule,
-    callback: type[Callback] = Changing,
-    num_ranks: int = 2,
     **trainer_options: Any,
 ) -> Told:
     """Train where half of each rank's free memory is a part of what it needs for gradients and state."""
-    module = make_module()
+    module = LabelledModule()
     fraction = fractions[dist.get_rank()]
 
     def budget(needed: dict[str, int]) -> float:
@@ -61,9 +56,9 @@ def fit(
 
     with pretended(budget):
         strategy = AutomodelStrategy(**options)
-        trainer = make_trainer(strategy, callbacks=[callback()], **{"max_epochs": 2, **trainer_options})
-        trainer.fit(module, loader(replace(CASE, num_ranks=num_ranks)))
-    return Told(full_weights(getattr(module, "model", module)), strategy.describe())
+        trainer = make_trainer(strategy, callbacks=[Changing()], **{"max_epochs": 2, **trainer_options})
+        trainer.fit(module, loader())
+    return Told(full_weights(module.model), strategy.describe())
 
 
 CHOICES: dict[str, tuple[dict[str, Any], float, tuple[bool, bool]]] = {
@@ -82,9 +77,9 @@ CHOICES: dict[str, tuple[dict[str, Any], float, tuple[bool, bool]]] = {
 def test_exact_whatever_it_decides(pool2: RankPool, choice: Any) -> None:
     """In windows whose length changes in mid-run, on ragged rows."""
     options, fraction, (defers, reshards) = choice
-    expected = Outcome(train_plainly(WINDOWS), None)
+    expected = Outcome(train_plainly(WINDOWS))
     for told in pool2.run(fit, options, (fraction, fraction)):
-        assert weight_error(Outcome(told.weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(told.weights), expected) <= TOLERANCE
         assert told.described["defer_fsdp_grad_sync"] is defers
         assert told.described["reshard_during_accumulation"] is reshards
         assert (told.described["estimated_extra_bytes"]["deferred_gradients"] > 0) is defers
@@ -100,21 +95,3 @@ def test_one_rank_decides_for_all(pool2: RankPool, fractions: tuple[float, ...])
         assert "exceeds" in told.described["defer_fsdp_grad_sync_reason"]
     name = "defer_fsdp_grad_sync_reason"
     assert first.described[name] == second.described[name]
-
-
-def test_replicas_and_one_rank_short(pool4: RankPool) -> None:
-    """HSDP reduces over both dimensions with each micro-batch, as with False."""
-    case4 = replace(CASE, num_ranks=4)
-    expected = Outcome(train_plainly(WINDOWS, case4), None)
-    options = {"data_parallel_replicate_size": 2}
-    for told in pool4.run(fit, options, (PLENTY, PLENTY, 0.5, PLENTY), num_ranks=4):
-        assert weight_error(Outcome(told.weights, None), expected) <= TOLERANCE
-        assert told.described["defer_fsdp_grad_sync"] is False
-
-
-def test_manual_windows(pool2: RankPool) -> None:
-    """Toggled windows under manual optimization, one root without part in the last backward."""
-    expected = Outcome(_plain_right_first(), None)
-    for told in pool2.run(fit, {}, (0.5, 0.5), UsesRightFirst, Callback, max_epochs=1):
-        assert weight_error(Outcome(told.weights, None), expected) <= TOLERANCE
-        assert told.described["defer_fsdp_grad_sync"] is False

@@ -37,7 +37,7 @@ def fit(
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **clip)
     trainer.fit(module, loader(replace(CASE, num_ranks=num_ranks)))
     state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if isinstance(v, Tensor)]
-    return Outcome(full_weights(module), None), {str(tensor.device) for tensor in state}, strategy.describe()
+    return Outcome(full_weights(module)), {str(tensor.device) for tensor in state}, strategy.describe()
 
 
 OFFLOADED = {
@@ -72,26 +72,18 @@ def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], 
             },
             "all": {"reshard_after_forward": 4},
             "never": {"reshard_after_forward": False},
+            "kept": {"reshard_after_forward": 2, "reshard_during_accumulation": False},
         },
         "two",
     ),
 )
 def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
-    """To a part of the ranks, to all of them, or not at all: the weights are the same."""
+    """To a part of the ranks, to all of them, or not at all, as where parameters are kept for the window."""
     expected = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4))
     for outcome, _, described in pool4.run(fit, {"reshard_during_accumulation": True, **options}, 4):
         assert weight_error(outcome, expected) <= TOLERANCE
-        assert described["reshard_after_forward"] == options["reshard_after_forward"]
-
-
-@pytest.mark.sweep
-def test_kept_parameters_are_not_resharded_to_a_part(pool4: RankPool) -> None:
-    """What is kept for the window is not freed after the forward; that the option waits is said in `describe`."""
-    expected = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4))
-    options = {"reshard_after_forward": 2, "reshard_during_accumulation": False}
-    for outcome, _, described in pool4.run(fit, options, 4):
-        assert weight_error(outcome, expected) <= TOLERANCE
-        assert described["reshard_after_forward"] is False
+        is_kept = options.get("reshard_during_accumulation") is False
+        assert described["reshard_after_forward"] == (not is_kept and options["reshard_after_forward"])
 
 
 def _error(options: dict[str, Any], num_ranks: int) -> str:

@@ -73,21 +73,8 @@ class ScalesChildren(nn.Module):
         self.second[1].bias = nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
 
 
-class Applies(nn.Module):
-    """Initialises by module, after construction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
-
-
 class ReadsValues(nn.Module):
-    """An initialiser that a meta device cannot follow, with parameters of its own and a child's."""
+    """An initialiser that draws random numbers before it comes to what a meta device cannot follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,24 +86,9 @@ class ReadsValues(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        self.scale.fill_(self.child.weight.abs().max().item())
-        self.mask[:] = torch.eye(2).bool()
-
-
-class DrawsThenReads(nn.Module):
-    """An initialiser that draws random numbers before it comes to what a meta device cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(2, 2)
-        self.gain = nn.Parameter(torch.empty(2))
-        if not self.gain.is_meta:
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
         self.child.weight.normal_()
-        self.gain.copy_(torch.rand(2) * self.child.weight.abs().max().item())
+        self.scale.fill_(torch.rand(()) * self.child.weight.abs().max().item())
+        self.mask[:] = torch.eye(2).bool()
 
 
 class AsksForDevice(nn.Module):
@@ -146,8 +118,10 @@ class Tagged(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear) and not hasattr(module.bias, "keeps_its_values"):
-            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if not hasattr(module.bias, "keeps_its_values"):
+                nn.init.zeros_(module.bias)
 
 
 class SharesBuffer(nn.Module):
@@ -176,9 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "tied": Tied,
     "scales-children": ScalesChildren,
-    "applies": Applies,
     "reads-values": ReadsValues,
-    "draws-then-reads": DrawsThenReads,
     "asks-for-device": AsksForDevice,
     "tagged": Tagged,
     "shares-buffer": SharesBuffer,

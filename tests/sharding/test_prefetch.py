@@ -18,8 +18,6 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
-    LEARNING_RATE,
-    MOMENTUM,
     Batch,
     TinyDecoder,
     full_weights,
@@ -177,50 +175,6 @@ def test_units_that_run_in_another_order(pool2: RankPool, options: dict[str, Any
 def _scale(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.mul_(1.25)
-
-
-class Evaluates(Callback):
-    """After each optimizer step a forward without gradients that leaves out a block, and then other weights."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch_idx + 1) % ACCUMULATE == 0:
-            module.model.step = 0
-            with torch.no_grad():
-                module(batch)
-            _scale(module)
-
-
-class PlainSGD(torch.optim.SGD):
-    """The same in one process."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        _scale(self.model)
-
-
-def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = PlainSGD(
-        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM
-    )
-    optimizer.model = model
-    return optimizer
-
-
-@pytest.mark.parametrize("limit_val_batches", [0, 2])
-def test_weights_that_a_callback_writes_are_used(pool2: RankPool, limit_val_batches: int) -> None:
-    """Also behind an evaluation that left a unit out whose gather had started."""
-    options = {**LAYOUTS["resharded"], "prefetch": 2}
-    steps = {"max_steps": CASE.num_batches // ACCUMULATE}
-    expected = prefixed(plain_weights(Irregular(), ACCUMULATE, make_optimizer=_scaling_sgd, **steps))
-    kwargs = {
-        "callbacks": (Evaluates(),),
-        "limit_val_batches": limit_val_batches,
-        "val_check_interval": ACCUMULATE,
-    }
-    for weights, _, _ in pool2.run(fit, options, Irregular, **kwargs, **steps):
-        assert weight_error(weights, expected) <= TOLERANCE
 
 
 class ManualIrregular(ModelModule):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -188,9 +188,9 @@ def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
         window_gradient(current, window)
         optimizer.step()
     total = sum(parameter.numel() for parameter in current.parameters())
-    assert weight_error(Outcome(state(current), None), Outcome(expected, None)) > WRONG, "an average differs"
+    assert weight_error(Outcome(state(current)), Outcome(expected)) > WRONG, "an average differs"
     for rank, (weights, found, held) in enumerate(pool2.run(_average, name, options)):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
         assert len(found) == len(losses)
         assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
         is_whole = options.keys() & {"data_parallel", "data_parallel_replicate_size"}
@@ -248,49 +248,8 @@ def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: 
         torch.testing.assert_close(file, seen, rtol=TOLERANCE, atol=0)
 
 
-def swa_plainly() -> dict[str, Tensor]:
-    """The mean of the weights with which each epoch but the first began, at torch's annealed learning rates."""
-    model = Tempered()
-    optimizer = sgd(model)
-    averaged = AveragedModel(model)
-    scheduler = None
-    for epoch in range(EPOCHS):
-        if epoch >= 1:
-            if scheduler is None:
-                optimizer.param_groups[0]["initial_lr"] = SWA_LR
-                scheduler = SWALR(optimizer, swa_lr=SWA_LR, anneal_epochs=2, last_epoch=EPOCHS)
-            averaged.update_parameters(model)
-        for window in windows(CASE, ACCUMULATE):
-            optimizer.zero_grad()
-            window_gradient(model, window)
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return full_weights(averaged.module)
-
-
 def _swa(**kwargs: Any) -> StochasticWeightAveraging:
     return StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2, **kwargs)
-
-
-def _swa_around(options: dict[str, Any]) -> dict[str, Tensor]:
-    """The callback copies the module in every set-up, also of runs that find it sharded."""
-    module = Evaluates(Tempered())
-    callback = _swa()
-    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [callback]}
-    trainer = make_trainer(AutomodelStrategy(**options), **settings)
-    trainer.validate(module, loader(), verbose=False)
-    trainer.fit(module, loader())
-    trainer.validate(module, loader(), verbose=False)
-    return full_weights(module.model)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_stochastic_weight_averaging(pool2: RankPool, options: dict[str, Any]) -> None:
-    expected = Outcome(swa_plainly(), None)
-    for weights in pool2.run(_swa_around, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 
 def _ema() -> Callback:
@@ -321,9 +280,9 @@ def test_resumed_average(pool2: RankPool, tmp_path: Path, saving: str, resuming:
     """Weights and average of a checkpoint both go on; the average is what others load as the weights."""
     average, _ = averaged_plainly("ema", epochs=2)
     for loaded, resumed, uninterrupted in pool2.run(_resume, saving, resuming, str(tmp_path)):
-        assert weight_error(Outcome(resumed, None), Outcome(uninterrupted, None)) <= TOLERANCE
-        assert weight_error(Outcome(loaded, None), Outcome(uninterrupted, None)) > WRONG
-        assert weight_error(Outcome(loaded, None), Outcome(average, None)) <= TOLERANCE
+        assert weight_error(Outcome(resumed), Outcome(uninterrupted)) <= TOLERANCE
+        assert weight_error(Outcome(loaded), Outcome(uninterrupted)) > WRONG
+        assert weight_error(Outcome(loaded), Outcome(average)) <= TOLERANCE
 
 
 class ShardedByHand(Evaluates):
@@ -351,7 +310,7 @@ def _average_by_hand() -> dict[str, Tensor]:
 def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
     expected, _ = averaged_plainly("ema")
     for weights in pool2.run(_average_by_hand):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
 
 
 def _average_from_meta(
