@@ -15,34 +15,24 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.sharding import writers
 from tests.sharding.test_user_code import whole
-from tests.sharding.writers import WIDTH, Writer, fit, fit_or_refusal, fit_plainly, rows
+from tests.sharding.writers import NUM_BATCHES, Writer, fit, fit_or_refusal, fit_plainly, rows
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
 
-def _outcome(*args: Any) -> dict[str, Tensor] | str:
-    """Defined here, so that ranks import the modules of this file."""
-    return fit_or_refusal(*args)
-
-
 def right_everywhere(
-    pool: RankPool, options: dict[str, Any], name: str, *args: Any, accumulate: int = writers.ACCUMULATE
+    pool: RankPool, options: dict[str, Any], make: Callable[..., Writer], *args: Any
 ) -> None:
     """Weights of a fit are those of one process, on every rank."""
-    expected = Outcome(fit_plainly(name, args, accumulate=accumulate), None)
-    for weights in pool.run(_fit, options, name, args, accumulate):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-def _fit(options: dict[str, Any], name: str, args: tuple[Any, ...], accumulate: int) -> dict[str, Tensor]:
-    return fit(options, name, args, accumulate)
+    expected = Outcome(fit_plainly(make, args))
+    for weights in pool.run(fit, options, make, args):
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 # --- Between forward and backward -------------------------------------------------------------------------------------
@@ -87,9 +77,6 @@ class Zeroes(Writer):
             self.teacher.head.bias[:2].copy_(torch.tensor(self.norms[-2:], dtype=torch.float64))
 
 
-writers.MODULES["Zeroes"] = Zeroes
-
-
 class ReadsInStep(Writer):
     """Weighs a loss by a norm of the last step's gradients, and looks at weights, behind the forward."""
 
@@ -123,37 +110,33 @@ class GrowsAGroupInStep(Writer):
         return loss
 
 
-writers.MODULES["ReadsInStep"] = ReadsInStep
-writers.MODULES["GrowsAGroupInStep"] = GrowsAGroupInStep
-
-
 @pytest.mark.parametrize("engine", by_default({name: name for name in STRATEGIES}, "kept", "resharded"))
 @pytest.mark.parametrize("how", ZEROING)
 @pytest.mark.each_value
 def test_gradients_zeroed_by_the_module(pool2: RankPool, engine: str, how: str) -> None:
-    right_everywhere(pool2, STRATEGIES[engine], "Zeroes", how)
+    right_everywhere(pool2, STRATEGIES[engine], Zeroes, how)
 
 
 @pytest.mark.parametrize("engine", by_default({name: name for name in STRATEGIES}, "kept", "resharded"))
 @pytest.mark.every_case
 def test_gradients_read_in_the_step(pool2: RankPool, engine: str) -> None:
-    right_everywhere(pool2, STRATEGIES[engine], "ReadsInStep")
+    right_everywhere(pool2, STRATEGIES[engine], ReadsInStep)
 
 
 def test_shards_join_an_optimizer_in_the_step(pool2: RankPool) -> None:
-    right_everywhere(pool2, STRATEGIES["kept"], "GrowsAGroupInStep", "list")
+    right_everywhere(pool2, STRATEGIES["kept"], GrowsAGroupInStep, "list")
 
 
 @pytest.mark.parametrize("engine", ["kept", "resharded"])
 @pytest.mark.every_case
 def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
     """Within the step, behind the forward, what the module has may be copies: right, or refused in words."""
-    expected = Outcome(fit_plainly("GrowsAGroupInStep", ("module",)), None)
-    for found in pool2.run(_outcome, STRATEGIES[engine], "GrowsAGroupInStep", "module"):
+    expected = Outcome(fit_plainly(GrowsAGroupInStep, ("module",)))
+    for found in pool2.run(fit_or_refusal, STRATEGIES[engine], GrowsAGroupInStep, "module"):
         if isinstance(found, str):
             assert "2 parameters of SGD are not those of" in found
         else:
-            assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+            assert weight_error(Outcome(found), expected) <= TOLERANCE
 
 
 # --- Hooks on parameters ----------------------------------------------------------------------------------------------
@@ -194,40 +177,31 @@ def _doubled(value: Tensor) -> Any:
     return None
 
 
-writers.MODULES["Hooks"] = Hooks
-
-
-@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize(
-    "where", ["on_fit_start", "on_train_start", "on_train_batch_end", "configure_optimizers"]
-)
-@pytest.mark.each_value
-def test_hooks_on_shards_are_refused(pool2: RankPool, where: str, how: str) -> None:
-    for message in pool2.run(_outcome, {}, "Hooks", where, how):
-        assert isinstance(message, str), "nothing was refused"
-        assert how in message
-        assert "student.blocks.0.linear.weight" in message
-        assert "on_before_optimizer_step" in message
-
-
+_STEP = "on_before_optimizer_step"
 _AHEAD = {"count_window_ahead": True}
 _INSTEAD = "use register_post_accumulate_grad_hook with count_window_ahead=True"
-_WEIGHT = "student.blocks.0.linear.weight"
-ELSEWHERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+BY_GRADIENT, BY_PARAMETER = "register_hook", "register_post_accumulate_grad_hook"
+REFUSED: list[tuple[dict[str, Any], str, str, tuple[str, ...]]] = [
+    ({}, "on_fit_start", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "on_train_start", BY_PARAMETER, (BY_PARAMETER, _STEP)),
+    ({}, "on_train_batch_end", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "configure_optimizers", BY_PARAMETER, (BY_PARAMETER, _STEP)),
     # FSDP2 calls those after accumulation alone.
-    "ahead": (_AHEAD, "on_fit_start", "register_hook", _INSTEAD),
+    (_AHEAD, "on_fit_start", BY_GRADIENT, (_INSTEAD,)),
     # They would see sums over label tokens.
-    "ddp": (STRATEGIES["ddp"], "on_train_start", "register_post_accumulate_grad_hook", _WEIGHT),
-}
+    (STRATEGIES["ddp"], "on_train_start", BY_PARAMETER, ()),
+]
 
 
-@pytest.mark.parametrize("case", ELSEWHERE)
+@pytest.mark.parametrize(("options", "where", "how", "texts"), REFUSED)
 @pytest.mark.every_case
-def test_hooks_are_refused(pool2: RankPool, case: str) -> None:
-    options, where, how, text = ELSEWHERE[case]
-    for message in pool2.run(_outcome, options, "Hooks", where, how):
+def test_hooks_are_refused(
+    pool2: RankPool, options: dict[str, Any], where: str, how: str, texts: tuple[str, ...]
+) -> None:
+    for message in pool2.run(fit_or_refusal, options, Hooks, where, how):
         assert isinstance(message, str), "nothing was refused"
-        assert text in message
+        for text in ("student.blocks.0.linear.weight", *texts):
+            assert text in message
 
 
 # --- The end of a fit, and after it -----------------------------------------------------------------------------------
@@ -255,12 +229,9 @@ class Merges(Writer):
         self.merge("on_fit_end")
 
 
-writers.MODULES["Merges"] = Merges
-
-
 def _merge(options: dict[str, Any], where: str) -> dict[str, Tensor]:
     module = Merges(where)
-    batches = [rows(dist.get_rank(), step) for step in range(writers.NUM_BATCHES)]
+    batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
     trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", accumulate_grad_batches=2)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     module.merge("after the fit")
@@ -271,12 +242,12 @@ def _merge(options: dict[str, Any], where: str) -> dict[str, Tensor]:
 @pytest.mark.every_case
 def test_values_taken_at_the_end(pool2: RankPool, where: str) -> None:
     module = Merges("")
-    module.load_state_dict(fit_plainly("Merges", ("",)))
+    module.load_state_dict(fit_plainly(Merges, ("",)))
     with torch.no_grad():
         module.merge("")
-    expected = Outcome({name: p.detach() for name, p in module.named_parameters()}, None)
+    expected = Outcome({name: p.detach() for name, p in module.named_parameters()})
     for weights in pool2.run(_merge, {}, where):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 SAVES: dict[str, Callable[[Writer], Any]] = {
@@ -339,35 +310,3 @@ def test_shards_are_not_saved_by_one_rank(pool2: RankPool) -> None:
         assert "full_tensor()" in message, what
         assert "save_checkpoint" in message, what
         assert "export_hugging_face" in message, what
-
-
-# --- Loggers, precision, and what replaces parameters -----------------------------------------------------------------
-
-
-class Resizes(Writer):
-    """Its embedding gets more rows after the module was distributed, as a tokenizer that grows does to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH).double()
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.distance(batch + self.embedding(torch.zeros(len(batch), dtype=torch.long)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.student.parameters(), *self.embedding.parameters()], lr=0.1)
-
-    def on_train_start(self) -> None:
-        larger = nn.Embedding(9, WIDTH).double()
-        larger.weight.data[:7, :] = self.embedding.weight.data[:7, :]
-        self.embedding.weight = larger.weight
-
-
-writers.MODULES["Resizes"] = Resizes
-
-
-def test_embeddings_that_grow_are_refused(pool2: RankPool) -> None:
-    for message in pool2.run(_outcome, {}, "Resizes"):
-        assert isinstance(message, str), "nothing was refused"
-        assert "embedding.weight" in message
-        assert "after the module was" in message

@@ -87,21 +87,6 @@ def _train(is_manual: bool, options: dict[str, Any], folder: Path) -> dict[str, 
     return module.seen
 
 
-def _resume(options: dict[str, Any], folder: Path) -> list[list[Tensor]]:
-    """What a run and one that resumes it see at the start of each step after the save, and at its end."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    rows = torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64)
-    seen = []
-    for path in (None, folder / "saved"):
-        module = Normalised(True, 3)
-        trainer = make_trainer(
-            AutomodelStrategy(count="samples", **options), callbacks=[Saves(folder / "saved", 2)]
-        )
-        trainer.fit(module, DataLoader(rows, batch_size=4), ckpt_path=path)
-        seen.append([*module.seen["start"][-3:], *module.seen["end"][-3:]])
-    return seen
-
-
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
 
@@ -123,15 +108,6 @@ def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, is_manual: b
     assert equal[0]
     assert equal[3]  # a window has three micro-batches
     assert not any(torch.equal(one, other) for one, other in zip(first["end"], second["end"], strict=True))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_goes_on_with_the_same(pool2: RankPool, layout: str, tmp_path: Path) -> None:
-    """Bit for bit, on each rank."""
-    for whole, resumed in pool2.run(_resume, LAYOUTS[layout], tmp_path):
-        assert len(whole) == 6
-        assert all(map(torch.equal, whole, resumed))
 
 
 @pytest.mark.parametrize("is_manual", [True, False])

@@ -14,24 +14,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_automodel.sharding.replaced import Replaced
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankError, RankPool
-from tests.sharding import writers
 from tests.sharding.writers import Writer, fit_or_refusal, fit_plainly
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default
 
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
-
-
-def _outcome(*args: Any) -> dict[str, Tensor] | str:
-    """Defined here, so that ranks import the modules of this file."""
-    return fit_or_refusal(*args)
-
-
-class Problem:
-    """Keeps the unknowns of a physics-informed network; no module."""
-
-    def __init__(self, unknown: nn.Parameter) -> None:
-        self.unknowns = {"viscosity": unknown}
 
 
 class HoldsParameter(Writer):
@@ -41,19 +28,13 @@ class HoldsParameter(Writer):
         super().__init__()
         self.viscosity = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.how = how
-        self.problem = Problem(self.viscosity)
-        self.held = [self.viscosity]
-        self.closure = _times(self.viscosity)
+        self.unknowns = {"viscosity": self.viscosity}
         self.teachers = list(self.teacher.parameters())
 
     def step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.distance(batch)
         if self.how == "dict":
-            return loss * self.problem.unknowns["viscosity"]
-        if self.how == "list":
-            return loss * self.held[0]
-        if self.how == "closure":
-            return self.closure(loss)
+            return loss * self.unknowns["viscosity"]
         if self.how == "module":
             return loss * self.viscosity
         with torch.no_grad():
@@ -68,16 +49,8 @@ class HoldsParameter(Writer):
         return torch.optim.SGD([*self.student.parameters(), self.viscosity], lr=0.1)
 
 
-def _times(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
-    return lambda loss: loss * parameter
-
-
-writers.MODULES["HoldsParameter"] = HoldsParameter
-
 HELD = {
     "dict": "viscosity",
-    "list": "viscosity",
-    "closure": "viscosity",
     "written": "teacher.blocks.0.linear.weight",
     "data": "teacher.blocks.0.linear.weight",
 }
@@ -87,7 +60,7 @@ HELD = {
 @pytest.mark.parametrize("how", HELD)
 def test_parameters_that_sharding_has_replaced(pool2: RankPool, how: str) -> None:
     """The parameter is named."""
-    for message in pool2.run(_outcome, ENGINES["fsdp2"], "HoldsParameter", how):
+    for message in pool2.run(fit_or_refusal, ENGINES["fsdp2"], HoldsParameter, how):
         assert message.startswith(f"{HELD[how]} was used past the module")
 
 
@@ -98,9 +71,9 @@ def test_what_the_message_advises(pool2: RankPool, engine: str, how: str) -> Non
     options = {**ENGINES[engine]}
     if engine == "ddp":
         options["ddp_kwargs"] = {"find_unused_parameters": True}
-    expected = Outcome(fit_plainly("HoldsParameter", (how,)), None)
-    for weights in pool2.run(_outcome, options, "HoldsParameter", how):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+    expected = Outcome(fit_plainly(HoldsParameter, (how,)))
+    for weights in pool2.run(fit_or_refusal, options, HoldsParameter, how):
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class Unregistered(Writer):
@@ -117,12 +90,9 @@ class Unregistered(Writer):
         return torch.optim.SGD([*self.student.parameters(), *self.unknowns.values()], lr=0.1)
 
 
-writers.MODULES["Unregistered"] = Unregistered
-
-
 @pytest.mark.parametrize("options", by_default(ENGINES, "ddp", "fsdp2"))
 def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, Any]) -> None:
-    for message in pool2.run(_outcome, options, "Unregistered"):
+    for message in pool2.run(fit_or_refusal, options, Unregistered):
         assert message.startswith("1 parameters of SGD are not those of Unregistered")
         assert "(self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList)" in message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,25 +13,44 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
-from tests.sharding.writers import PLACES, UPDATES, Block, Writer, fit, fit_plainly, rows
+from tests.sharding.writers import (
+    PLACES,
+    UPDATES,
+    AveragesByTorch,
+    AveragesIntoBuffers,
+    Block,
+    Clamps,
+    Freezes,
+    InForward,
+    Normalises,
+    Teaches,
+    TeachesInParallel,
+    WassersteinGAN,
+    Writer,
+    WritesHeld,
+    WritesUncounted,
+    fit,
+    fit_plainly,
+    rows,
+)
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
 
-CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    **{f"teacher-{update}-{place}": ("Teaches", (update, place)) for update in UPDATES for place in PLACES},
-    "teacher-averaged-by-torch": ("AveragesByTorch", ()),
+CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
+    **{f"teacher-{update}-{place}": (Teaches, (update, place)) for update in UPDATES for place in PLACES},
+    "teacher-averaged-by-torch": (AveragesByTorch, ()),
     **{
-        f"normalised-{how}": ("Normalises", (how,))
-        for how in ("swav", "in place", "data", "unit", "vector", "reset", "between")
+        f"normalised-{how}": (Normalises, (how,))
+        for how in ("swav", "data", "unit", "vector", "reset", "between")
     },
-    "normalised-in-forward": ("InForward", ()),
-    "freezes": ("Freezes", ()),
-    "averaged-into-buffers": ("AveragesIntoBuffers", ("recipe",)),
-    "averages-shards-into-buffers": ("AveragesIntoBuffers", ("shards",)),
-    **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
-    "slices-counted": ("WritesUncounted", ("counted", "end")),
-    "reads": ("Normalises", ("read",)),
-    **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
+    "normalised-in-forward": (InForward, ()),
+    "freezes": (Freezes, ()),
+    "averaged-into-buffers": (AveragesIntoBuffers, ("recipe",)),
+    "averages-shards-into-buffers": (AveragesIntoBuffers, ("shards",)),
+    **{f"clamped-{place}": (Clamps, (place,)) for place in ("start", "end", "batch_start", "batch_end")},
+    "slices-counted": (WritesUncounted, ("counted", "end")),
+    "reads": (Normalises, ("read",)),
+    **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("start", "forward", "step")},
 }
 
 
@@ -60,7 +80,7 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "averaged-into-buffers"),
     ("resharded", "freezes"),
     ("resharded", "teacher-dino_update_momentum-middle"),
-    ("resharded", "teacher-byol_update_momentum-end"),
+    ("resharded", "teacher-lightly_update_momentum-end"),
     ("resharded", "normalised-swav"),
     ("resharded", "normalised-vector"),
     ("undeferred", "wgan-step"),
@@ -100,14 +120,12 @@ def _combinations() -> list[Any]:
 
 
 def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
-    name, args = CASES[case]
+    make, args = CASES[case]
     if case.startswith(("wgan", "freezes")) and "data_parallel" in options:
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
-    expected = Outcome(fit_plainly(name, args, **kwargs), None)
+    expected = Outcome(fit_plainly(make, args, **kwargs))
     kwargs.pop("num_ranks", None)
-    return max(
-        weight_error(Outcome(w, None), expected) for w in pool.run(fit, options, name, args, **kwargs)
-    )
+    return max(weight_error(Outcome(w), expected) for w in pool.run(fit, options, make, args, **kwargs))
 
 
 @pytest.mark.every_case
@@ -123,10 +141,10 @@ def test_written_weights(request: pytest.FixtureRequest, engine: str, case: str)
 def test_tensor_parallel_layers(pool4: RankPool, update: str) -> None:
     """Gathered copies are DTensors there."""
     args = (update, "start")
-    expected = Outcome(fit_plainly("TeachesInParallel", args), None)
+    expected = Outcome(fit_plainly(TeachesInParallel, args))
     options = {"tensor_parallel_size": 2, "reshard_during_accumulation": False}
-    for weights in pool4.run(fit, options, "TeachesInParallel", args):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+    for weights in pool4.run(fit, options, TeachesInParallel, args):
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", STATE_DICTS_AT_START)
@@ -136,9 +154,9 @@ def test_steps_do_not_go_on_with_what_a_state_dict_has_freed(pool2: RankPool, ca
 
 
 def _refusal(options: dict[str, Any], case: str, precision: str) -> str:
-    name, args = CASES.get(case, ("WritesHeld", ()))
+    make, args = CASES.get(case, (WritesHeld, ()))
     try:
-        fit(options, name, args, precision=precision)
+        fit(options, make, args, precision=precision)
     except RuntimeError as error:
         return str(error)
     return "nothing was refused"
@@ -198,7 +216,7 @@ def test_uncounted_writes(pool2: RankPool, engine: str, how: str, place: str) ->
 
 def _uncounted(options: dict[str, Any], args: tuple[str, str]) -> str:
     with pytest.raises(RuntimeError) as raised:
-        fit(options, "WritesUncounted", args)
+        fit(options, WritesUncounted, args)
     return str(raised.value)
 
 

@@ -8,8 +8,7 @@ Shapes: n rows, d width.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,12 +105,6 @@ def dino_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOME
             param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)
 
 
-def byol_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
-    """As in MoCo v3 and in bolts' BYOL callback."""
-    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
-        t.data = t.data * m + s.data * (1.0 - m)
-
-
 @torch.no_grad()
 def polyak(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
     """As in reinforcement learning."""
@@ -157,7 +150,6 @@ UPDATES = {
     for update in (
         lightly_update_momentum,
         dino_update_momentum,
-        byol_update_momentum,
         polyak,
         timm_ema,
         foreach_mul_add,
@@ -239,9 +231,6 @@ class Normalises(Writer):
                 w = head.weight.data.clone()
                 w = F.normalize(w, dim=1, p=2)
                 head.weight.copy_(w)
-        elif self.how == "in place":
-            with torch.no_grad():
-                head.weight.div_(torch.norm(head.weight, dim=1, keepdim=True))
         elif self.how == "data":
             head.weight.data = F.normalize(head.weight.data, dim=1)
         elif self.how == "unit":
@@ -418,20 +407,6 @@ class WassersteinGAN(Writer):
 
 # --- Running them -----------------------------------------------------------------------------------------------------
 
-MODULES = {
-    "Teaches": Teaches,
-    "TeachesInParallel": TeachesInParallel,
-    "AveragesByTorch": AveragesByTorch,
-    "Normalises": Normalises,
-    "InForward": InForward,
-    "WritesUncounted": WritesUncounted,
-    "WritesHeld": WritesHeld,
-    "AveragesIntoBuffers": AveragesIntoBuffers,
-    "Freezes": Freezes,
-    "Clamps": Clamps,
-    "WassersteinGAN": WassersteinGAN,
-}
-
 
 def rows(rank: int, step: int) -> Tensor:
     """[n, d] rows of one rank; n differs."""
@@ -440,30 +415,24 @@ def rows(rank: int, step: int) -> Tensor:
 
 
 def fit(
-    options: dict[str, Any],
-    name: str,
-    args: Iterable[Any],
-    accumulate: int = ACCUMULATE,
-    precision: str = "64-true",
+    options: dict[str, Any], make: Callable[..., Writer], args: Iterable[Any], precision: str = "64-true"
 ) -> dict[str, Tensor]:
     """Runs on every rank."""
-    module = MODULES[name](*args)
+    module = make(*args)
     rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
     batches = [rows(rank, step) for step in range(NUM_BATCHES)]
     if precision != "64-true":
         module.float()
         batches = [batch.float() for batch in batches]
-    accumulation = {"accumulate_grad_batches": accumulate} if module.automatic_optimization else {}
+    accumulation = {"accumulate_grad_batches": ACCUMULATE} if module.automatic_optimization else {}
     trainer = make_trainer(AutomodelStrategy(**options), precision=precision, **accumulation)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return full_weights(module)
 
 
-def fit_plainly(
-    name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: int = ACCUMULATE
-) -> dict[str, Tensor]:
+def fit_plainly(make: Callable[..., Writer], args: Iterable[Any], num_ranks: int = 2) -> dict[str, Tensor]:
     """The same in one process, whose batches hold the rows of all ranks."""
-    module = copy.deepcopy(MODULES[name](*args))
+    module = make(*args)
     batches = [torch.cat([rows(rank, step) for rank in range(num_ranks)]) for step in range(NUM_BATCHES)]
     optimizers = module.configure_optimizers()
     if not module.automatic_optimization:
@@ -472,8 +441,8 @@ def fit_plainly(
         for index, batch in enumerate(batches):
             module.training_step(batch, index)
         return full_weights(module)
-    for start in range(0, NUM_BATCHES, accumulate):
-        window = batches[start : start + accumulate]
+    for start in range(0, NUM_BATCHES, ACCUMULATE):
+        window = batches[start : start + ACCUMULATE]
         num_rows = sum(map(len, window))
         for index, batch in enumerate(window, start):
             module.on_train_batch_start(batch, index)
@@ -489,9 +458,11 @@ def fit_plainly(
     return full_weights(module)
 
 
-def fit_or_refusal(options: dict[str, Any], name: str, *args: Any) -> dict[str, Tensor] | str:
+def fit_or_refusal(
+    options: dict[str, Any], make: Callable[..., Writer], *args: Any
+) -> dict[str, Tensor] | str:
     """The weights of a fit, or the message that has refused it."""
     try:
-        return fit(options, name, args)
+        return fit(options, make, args)
     except (RuntimeError, ValueError) as error:
         return str(error)
