@@ -177,8 +177,7 @@ class DecoderModule(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = self.loss(batch, self.run.loss_reduction)
-        return loss
+        return self.loss(batch, self.run.loss_reduction)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = self.loss(batch, "mean")
@@ -282,7 +281,8 @@ def fit(
     """Runs on every rank: full weights, and the last step's report."""
     module = make_module(run)
     strategy = AutomodelStrategy(**run.options)
-    make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
+    accumulation = run.accumulation if module.automatic_optimization else 1
+    make_trainer(strategy, accumulate_grad_batches=accumulation, **run.clip).fit(module, loader(run))
     report = strategy.last_step
     assert report is not None
     assert strategy.describe()["gradient_divisor"] == dist.get_world_size() // run.tensor
@@ -291,18 +291,11 @@ def fit(
     }
 
 
-def fit_by_hand(run: Run) -> tuple[dict[str, Tensor], None]:
-    """Runs on every rank: full weights after manual optimization."""
-    module = ByHand(run)
-    make_trainer(AutomodelStrategy(**run.options)).fit(module, loader(run))
-    return full_weights(module), None
-
-
 def check(pool: RankPool, run: Run) -> None:
     weights, loss, count = train_plainly(run)
     last_window = (run.num_batches - 1) % run.accumulation + 1
     for trained, report in pool.run(fit, run):
-        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
         assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
         assert report["num_micro_batches"] == last_window * run.num_ranks
         assert (
@@ -488,7 +481,7 @@ def test_checkpoints_go_to_other_shapes(
         pool = request.getfixturevalue(f"pool{num_ranks * context * tensor}")
         outcomes = pool.run(save_and_resume, replace(run, context=context, tensor=tensor), tmp_path, epochs)
     for weights in outcomes:
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
 
 
 class WithinSlice(DecoderModule):
@@ -554,13 +547,6 @@ REFUSED = {
     "no attention": refused("0 calls of attention crossed the 2 context-parallel ranks", WithoutAttention),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
     "dataloader_iter": refused("a mapping with input_ids [b, s], got _DataFetcherWrapper", DrawsItself),
-    "a pair": refused("a mapping with input_ids [b, s], got list", batch=(IDS, IDS)),
-    "other names": refused("input_ids [b, s], got ['tokens']", batch={"tokens": IDS}),
-    "one label a row": refused("make it [b, 4]", batch={"input_ids": IDS, "labels": IDS[:, 0]}),
-    "a mask of pairs": refused(
-        "slices the last dimension of batch['attention_mask'], which has the shape [1, 1, 1, 4]",
-        batch={"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]},
-    ),
     "counted by a function of the whole": refused(
         "count_label_tokens counts 7, 7 on the 2 ranks that share a batch, and 7 in the whole batch",
         batch=TWO,
@@ -632,8 +618,8 @@ def test_manual_optimization(pool4: RankPool, layout: str) -> None:
     """Recomputation, which runs within the step, is none of its calls."""
     run = Run(layout=layout, num_ranks=2, gap="micro_batches", recompute=True)
     weights, _, _ = train_plainly(replace(run, clipping="norm"))
-    for trained, _ in pool4.run(fit_by_hand, run):
-        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+    for trained, _ in pool4.run(fit, run, ByHand):
+        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
 
 
 class BodyAndHead(nn.Module):
@@ -649,23 +635,15 @@ class BodyAndHead(nn.Module):
 
 
 class Headless(DecoderModule):
-    """Has its head beside the body, tied to the embedding or not."""
-
-    is_tied = False
+    """Has its head beside the body, tied to the embedding."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         body = self.model
         head = body.head
         body.head = nn.Identity()
-        if self.is_tied:
-            head.weight = body.embedding.weight
+        head.weight = body.embedding.weight
         self.model = BodyAndHead(body, head)
-
-    def loss(self, batch: Batch, reduction: str) -> Tensor:
-        logits = self.model.head(self.model.body(batch))
-        labels = used_labels(self.run, batch)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
 class InChunks(Headless):
@@ -677,27 +655,13 @@ class InChunks(Headless):
         return loss if reduction == "sum" else loss / count.clamp(min=1)
 
 
-class Tied(Headless):
-    is_tied = True
-
-
-class TiedInChunks(InChunks):
-    is_tied = True
-
-
-@pytest.mark.parametrize(
-    ("expected", "in_chunks"),
-    [(Tied, TiedInChunks), pytest.param(Headless, InChunks, marks=pytest.mark.sweep)],
-)
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
-def test_loss_in_chunks(
-    pool4: RankPool, layout: str, expected: type[DecoderModule], in_chunks: type[DecoderModule]
-) -> None:
+def test_loss_in_chunks(pool4: RankPool, layout: str) -> None:
     """Each slice has chunks of its own, and one without a label has none."""
     run = Run(layout=layout, num_ranks=2, gap="micro_batches", label_shift=1, clipping="norm")
-    weights, loss, count = train_plainly(run, make_module=expected)
-    for trained, report in pool4.run(fit, run, in_chunks):
-        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
+    weights, loss, count = train_plainly(run, make_module=Headless)
+    for trained, report in pool4.run(fit, run, InChunks):
+        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
         assert report["num_label_tokens"] == count
         assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)
 
