@@ -28,7 +28,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import collectives
 from tests.rank_pool import RankPool
 from tests.sharding.snippets import READS, WRITES, Snippet, Trained, ramp
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
 
 WIDTH = 5  # odd, so that shards are uneven
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -344,47 +344,36 @@ def listed(found: dict[str, str]) -> str:
     return "\n".join(f"{name}: {what}" for name, what in found.items())
 
 
+WHERE: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "on_before_optimizer_step": (list(SNIPPETS), ("fsdp2",)),
+    # Between forward and backward, where the module has been gathered: it shows shards, and the gradients before.
+    "on_before_zero_grad": (["read planted", *READS], ("kept", "tensor parallel")),
+    "on_train_batch_end": (["write planted", *WRITES], ("kept",)),
+    # In inference mode, without gradients.
+    "on_validation_epoch_end": (list(WITHOUT_GRADIENTS), ("fsdp2",)),
+}
+"""By hook: snippets that run there, and the layouts of every run."""
+
+
 # Those on four ranks take 20 s each. Once, one of their ranks was ended by SIGABRT in the whole suite, and in none of
 # eight runs by themselves.
-@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "fsdp2"))
+@pytest.mark.parametrize(
+    ("hook", "layout"),
+    [
+        pytest.param(hook, layout, marks=[] if layout in by_default else [pytest.mark.sweep])
+        for hook, (_, by_default) in WHERE.items()
+        for layout in LAYOUTS
+    ],
+)
 @pytest.mark.every_case
-def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) -> None:
+def test_like_one_process(request: pytest.FixtureRequest, hook: str, layout: str) -> None:
     """All that is right in one process is right on shards, and what is planted is found wrong."""
+    names, _ = WHERE[hook]
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    found = wrong_snippets(pool, list(SNIPPETS), "on_before_optimizer_step", LAYOUTS[layout])
+    found = wrong_snippets(pool, names, hook, LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}
     assert found == {}, listed(found)
-    assert planted == set(PLANTED)
-
-
-@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept", "tensor parallel"))
-@pytest.mark.every_case
-def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: str) -> None:
-    """There the module has been gathered for the step; what it shows are shards, and the gradients before."""
-    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    names = ["read planted", *READS]
-    found = wrong_snippets(pool, names, "on_before_zero_grad", LAYOUTS[layout])
-    assert found.pop("read planted", None)
-    assert found == {}, listed(found)
-
-
-@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept"))
-@pytest.mark.every_case
-def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> None:
-    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    names = ["write planted", *WRITES]
-    found = wrong_snippets(pool, names, "on_train_batch_end", LAYOUTS[layout])
-    assert found.pop("write planted", None)
-    assert found == {}, listed(found)
-
-
-@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "fsdp2"))
-@pytest.mark.every_case
-def test_in_a_validation(request: pytest.FixtureRequest, layout: str) -> None:
-    """Hooks of a validation run in inference mode, without gradients."""
-    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    found = wrong_snippets(pool, list(WITHOUT_GRADIENTS), "on_validation_epoch_end", LAYOUTS[layout])
-    assert found == {}, listed(found)
+    assert planted == PLANTED.keys() & set(names)
 
 
 def _gathers_of_facts() -> dict[str, int]:
