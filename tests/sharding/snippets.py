@@ -567,19 +567,6 @@ def _clipped_adaptively(net: Trained) -> None:
 
 
 @_writes
-@torch.no_grad()
-def _projected(net: Trained) -> None:
-    """As PCGrad: all gradients as one vector, and parts of it back."""
-    flat = torch.cat([p.grad.flatten() for p in net.parameters])
-    task = ramp(flat)
-    flat = flat - (torch.dot(flat, task) / task.norm() ** 2) * task
-    start = 0
-    for p in net.parameters:
-        p.grad.copy_(flat[start : start + p.numel()].view_as(p.grad))
-        start += p.numel()
-
-
-@_writes
 def _gradient_replaced(net: Trained) -> None:
     net.weight.grad = ramp(net.weight)
     net.other.grad = net.other.grad * 2
@@ -647,16 +634,6 @@ def _view_and_whole(net: Trained) -> Any:
 
 
 @_writes
-def _view_of_data(net: Trained) -> Any:
-    weights = net.weight.data
-    corner = weights[3:, 1:]
-    net.weight.data = net.weight.data * 2
-    weights_now = net.weight.data
-    weights_now[0].data.zero_()
-    return weights_now.sum(), corner.shape
-
-
-@_writes
 def _data_kept(net: Trained) -> Any:
     """It stays as it is when the parameter gets other values."""
     kept = net.weight.data
@@ -690,14 +667,6 @@ def _written_with_gradient(net: Trained) -> Any:
 def _view_with_gradient(net: Trained) -> Any:
     with torch.enable_grad():
         penalty = (net.weight[2:] ** 2).sum() + net.weight.unbind()[0].prod() + net.weight.T[1].exp().mean()
-    penalty.backward()
-    return penalty
-
-
-@_writes
-def _lists_with_gradient(net: Trained) -> Any:
-    penalty = torch.stack(torch._foreach_norm(net.parameters)).sum() + net.short.square().sum()
-    penalty = penalty + sum(p.sum() for p in torch._foreach_mul([net.weight, net.other], 0.1))
     penalty.backward()
     return penalty
 
