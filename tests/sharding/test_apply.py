@@ -107,7 +107,7 @@ def _fit(make_module: Any, options: dict[str, Any]) -> tuple[Outcome, Any]:
     module = make_module()
     strategy = AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return Outcome(full_weights(module), None), strategy.describe()
+    return Outcome(full_weights(module)), strategy.describe()
 
 
 def _complex() -> ModelModule:
@@ -116,7 +116,7 @@ def _complex() -> ModelModule:
 
 def _real(outcome: Outcome) -> Outcome:
     weights = {n: torch.view_as_real(w) if w.is_complex() else w for n, w in outcome.weights.items()}
-    return Outcome(weights, None)
+    return Outcome(weights)
 
 
 def test_complex_parameters_stay_whole(pool2: RankPool) -> None:

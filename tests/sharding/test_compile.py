@@ -133,7 +133,7 @@ def _fit_compiled(options: dict[str, Any]) -> tuple[Outcome, list[str], int, boo
     trainer.fit(module, loader())
     is_left = any(block._compiled_call_impl is not None for block in module.model.blocks)
     described = strategy.describe()["compiled"]
-    return Outcome(full_weights(module), None), described, counters["stats"]["unique_graphs"], is_left
+    return Outcome(full_weights(module)), described, counters["stats"]["unique_graphs"], is_left
 
 
 @pytest.mark.timeout(600)

@@ -75,4 +75,4 @@ def test_hook_sees_the_gradient(pool2: RankPool, name: str) -> None:
     # A number that is rounded to half precision may fall to either side.
     tolerance = TOLERANCE if name == "power sgd" else 1e-3
     for ours, plain in pool2.run(_both_ways, name):
-        assert weight_error(Outcome(ours, None), Outcome(plain, None)) <= tolerance
+        assert weight_error(Outcome(ours), Outcome(plain)) <= tolerance

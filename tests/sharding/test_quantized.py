@@ -118,7 +118,7 @@ def coded_net() -> nn.Module:
 def _trained(module: nn.Module) -> Outcome:
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in named.items()}
-    return Outcome(whole, None)
+    return Outcome(whole)
 
 
 def _fit_codes(options: dict[str, Any]) -> tuple[Outcome, Any]:
@@ -133,7 +133,7 @@ def _fit_codes(options: dict[str, Any]) -> tuple[Outcome, Any]:
 
 def _expected(net: nn.Module) -> Outcome:
     train_model_plainly(net, ACCUMULATE, CASE)
-    return Outcome({f"model.{name}": weight for name, weight in _trained(net).weights.items()}, None)
+    return Outcome({f"model.{name}": weight for name, weight in _trained(net).weights.items()})
 
 
 @pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
