@@ -84,28 +84,3 @@ def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None
         assert weight_error(outcome, expected) <= TOLERANCE
         is_kept = options.get("reshard_during_accumulation") is False
         assert described["reshard_after_forward"] == (not is_kept and options["reshard_after_forward"])
-
-
-def _error(options: dict[str, Any], num_ranks: int) -> str:
-    with pytest.raises(ValueError, match="reshard_after_forward") as raised:
-        fit(options, num_ranks)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(
-            {"reshard_after_forward": 3},
-            "If passing reshard_after_forward as an int, it should be a factor of 4, not 3",
-            marks=pytest.mark.sweep,
-        ),
-        (
-            {"reshard_after_forward": 4, "data_parallel_replicate_size": 2},
-            "If passing reshard_after_forward as an int, it should be a factor of 2, not 4",
-        ),
-    ],
-)
-def test_sizes_that_do_not_divide_raise(pool4: RankPool, options: dict[str, Any], message: str) -> None:
-    """On every rank, by torch itself."""
-    assert pool4.run(_error, options, 4) == [message] * 4
