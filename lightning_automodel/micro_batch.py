@@ -172,7 +172,7 @@ class MicroBatches:
             self._zero_if_skipped(optimizer)
 
         # S, n: the loss becomes the sum of its token losses.
-        count, divided_by, aux_loss = self._take_count(kwargs)
+        count, divided_by, aux_loss, is_padding = self._take_count(kwargs)
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
         sums = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
@@ -184,17 +184,17 @@ class MicroBatches:
 
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
-        if self.inputs.is_filler:
+        if is_padding:
             objective = objective * 0
         if engine.reached:
             engine.check_foreign()
         try:
-            if not self.inputs.is_filler:
+            if not is_padding:
                 window.sums += sums.to(window.sums.device)
                 window.num_micro_batches += 1
             # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
             with plain_access():
-                backward = windows.set_aside(window, engine.ends_window, self.inputs.is_filler)
+                backward = windows.set_aside(window, engine.ends_window, is_padding)
             engine.begin(backward, loss)
             if objective.requires_grad:
                 torch_internals.when_backward_ends(objective, self._end_backward)
@@ -257,11 +257,13 @@ class MicroBatches:
         if self.windows.last_step is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
-    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
+    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None, bool]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
 
-        Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
+        Also whether it is of a padding batch, which has no label tokens. Removes from ``kwargs`` what
+        ``manual_backward`` was given for the strategy.
         """
+        is_padding = self.inputs.is_filler
         output = self._step.output
         self._step.output = None
         divided_by = 1
@@ -275,23 +277,23 @@ class MicroBatches:
             kwargs.pop("optimizer", None)
             if "num_label_tokens" in kwargs:
                 output = {"num_label_tokens": kwargs.pop("num_label_tokens")}
-            elif self.weighting.per_token_loss and not self.inputs.is_filler:
+            elif self.weighting.per_token_loss and not is_padding:
                 self._check_not_counted_before()
-        if self.inputs.is_filler:
-            return 0, divided_by, aux_loss
+        if is_padding:
+            return 0, divided_by, aux_loss, True
         is_first_window = self.windows.last_step is None
         if self.ahead is not None:
             if has_count(output):
                 self.weighting.check_counted_ahead(
                     self._step.batch, output, self.ahead.count, reads_device=is_first_window
                 )
-            return self.ahead.count, divided_by, aux_loss
+            return self.ahead.count, divided_by, aux_loss, False
         if self.context is not None:
             self.context.check_count(output)
         count = self.weighting.count(self._step.batch, output)
         if isinstance(count, Tensor) and is_first_window:
             check_range(count.item())
-        return count, divided_by, aux_loss
+        return count, divided_by, aux_loss, False
 
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
