@@ -24,6 +24,7 @@ FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 
 _IS_SHARDED = attrgetter("is_sharded")
+_IS_UNSHARDED = attrgetter("is_unsharded")
 _GATHER_RESULT = attrgetter("_all_gather_result")
 _CONTEXT = attrgetter("comm_ctx")
 _ORDER = attrgetter("post_forward_order")
@@ -255,6 +256,11 @@ class Unit:
         ]
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether its modules show gathered parameters."""
+        return any(map(_IS_UNSHARDED, self.groups))
+
+    @property
     def is_pending(self) -> bool:
         """Whether an all-gather was started, and not waited for yet."""
         return any(map(_GATHER_RESULT, self.groups))
@@ -356,6 +362,18 @@ def make_unsharded(group: FSDPParamGroup) -> None:
         )
         param.init_unsharded_param()
         param.free_unsharded_param()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def gather_elsewhere(param: FSDPParam) -> Tensor:
+    """Let FSDP2 gather a parameter to other memory from now on, which it also frees. Returns it, in the copy's shape.
+
+    The memory so far stays with whoever has saved it for a backward.
+    """
+    whole = local_tensor(param.unsharded_param)
+    param.all_gather_outputs[0] = memory = torch.empty_like(param.all_gather_outputs[0])
+    return memory.as_strided(whole.size(), whole.stride())
 
 
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:

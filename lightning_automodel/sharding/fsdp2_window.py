@@ -221,7 +221,8 @@ class FSDP2Window(Engine):
 
     def _check_current(self) -> None:
         for unit in self._whole_step:  # others are looked at when they are called
-            unit.check_current()
+            if unit.is_gathered:
+                unit.check_current()
 
     @override
     def keep(self, backward: BackwardPass) -> None:

@@ -10,14 +10,12 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
@@ -26,7 +24,6 @@ from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.torch import local_tensor, use_and_writes, version, versions
 from lightning_automodel.sharding.whole_copies import own_part
 
-_IS_UNSHARDED = attrgetter("is_unsharded")
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
     " put its own ones back. Call it on modules inside of a unit: pass auto_wrap_policy=set(), which makes one"
@@ -43,18 +40,6 @@ WRITTEN_TWICE = (
 """Why a shard must not be written while a step computes with its copy."""
 
 
-# --- One parameter --------------------------------------------------------------------------------------------------
-
-
-def set_memory(gathered: Any, memory: Tensor) -> None:
-    """Let a copy, and its alias, have other memory. Not counted as a write."""
-    for tensor in (gathered, gathered.alias):
-        if isinstance(tensor, DTensor):
-            torch_internals.set_local_tensor(tensor, memory)
-        else:
-            DATA.__set__(tensor, memory)
-
-
 # --- Writes through `.data` -------------------------------------------------------------------------------------------
 
 
@@ -64,13 +49,27 @@ def _get_data(gathered: Any) -> Tensor:
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
+    shard = gathered.shard
     if value.dtype != gathered.dtype:
-        raise RuntimeError(text_of_refusal(gathered.shard, gathered))
+        raise RuntimeError(text_of_refusal(shard, gathered))
+    if value.shape != gathered.shape or hasattr(local_tensor(shard), "fsdp_post_all_gather"):
+        raise RuntimeError(
+            f"{shard.parameter_name} is sharded, and its copy of shape {tuple(gathered.shape)}, which FSDP2 has"
+            f" gathered, cannot become a tensor of shape {tuple(value.shape)}: write it {IN_HOOKS}. Change"
+            " shapes before the model is sharded, in __init__ or configure_model."
+        )
+    _check_is_gathered(gathered)
     if isinstance(value, DTensor):
         value = value.full_tensor()
     # In other memory, since a backward may need what FSDP2 has gathered.
-    set_memory(gathered, own_part(value, gathered).detach().clone())
-    gathered.unit.assigned.append(gathered)
+    memory = fsdp2.gather_elsewhere(shard.fsdp_param)
+    memory.copy_(own_part(value, gathered).detach())
+    gathered.memory = memory
+    for tensor in (gathered, gathered.alias):
+        if isinstance(tensor, DTensor):
+            torch_internals.set_local_tensor(tensor, memory)
+        else:
+            DATA.__set__(tensor, memory)
     torch.autograd.graph.increment_version([gathered.alias])
 
 
@@ -164,8 +163,6 @@ class GatheredUnit(fsdp2.Unit):
     Attributes:
         number: Of the unit, from 1.
         engine: Knows whether a backward of the strategy runs.
-        assigned: Copies that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
-            may need what it has gathered.
         hook: Of its forwards.
     """
 
@@ -173,7 +170,6 @@ class GatheredUnit(fsdp2.Unit):
         super().__init__(module)
         self.number = number
         self.engine = engine
-        self.assigned: list[Any] = []
         self._forward_versions: list[int] = []  # of the shards, before the newest forward
         # From now on the copies stay the same objects. FSDP2 accumulates into those of units that a window
         # uses for the first time in its last micro-batch, too.
@@ -188,11 +184,6 @@ class GatheredUnit(fsdp2.Unit):
         self.free()  # other code may have gathered them before
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether its modules show gathered parameters."""
-        return any(map(_IS_UNSHARDED, self.groups))
 
     # --- A forward ----------------------------------------------------------------------------------------------------
 
@@ -209,30 +200,10 @@ class GatheredUnit(fsdp2.Unit):
             self.check_current()
         else:
             self.settle()
-            self._undo_assignments()
             if self.is_pending and not self.is_current:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         self._forward_versions = self._versions()
-
-    @override
-    def gather(self) -> None:
-        """See the base class."""
-        if not self.is_gathered:
-            self._undo_assignments()
-        super().gather()
-
-    @override
-    def free(self) -> None:
-        """See the base class."""
-        super().free()
-        self._undo_assignments()
-
-    def _undo_assignments(self) -> None:
-        """Let copies have the memory that FSDP2 gathers to and frees."""
-        for gathered in self.assigned:
-            set_memory(gathered, gathered.memory)
-        self.assigned.clear()
 
     @property
     def is_current(self) -> bool:
@@ -244,9 +215,7 @@ class GatheredUnit(fsdp2.Unit):
             return versions(self._shards)
 
     def check_current(self) -> None:
-        """Raise RuntimeError if a step has written shards while it computes with what was gathered of them."""
-        if not self.is_gathered:
-            return
+        """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
         for param, now, then in zip(self.params, self._versions(), self._gathered_versions, strict=True):
             if now != then:
                 raise RuntimeError(f"{param.sharded_param.parameter_name} {WRITTEN_TWICE}")
@@ -313,7 +282,6 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        self._undo_assignments()
         self._note()
 
     def close(self) -> None:
@@ -331,19 +299,24 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     if the shard was written too.
     """
     gathered = param.unsharded_param
-    if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
-        raise RuntimeError(
-            f"{param.sharded_param.parameter_name} was written within a step or a forward, and FSDP2 has freed"
-            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
-            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
-            " data_parallel='ddp'."
-        )
+    _check_is_gathered(gathered)
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
     if own.dtype != shard.dtype or not shard_is_current:
         raise RuntimeError(text_of_refusal(param.sharded_param, gathered))
     shard.copy_(own)
     torch.autograd.graph.increment_version([param.sharded_param])
+
+
+def _check_is_gathered(gathered: Any) -> None:
+    """Raise RuntimeError if a copy is written that FSDP2 has freed."""
+    if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
+        raise RuntimeError(
+            f"{gathered.shard.parameter_name} was written within a step or a forward, and FSDP2 has freed"
+            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
+            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
+            " data_parallel='ddp'."
+        )
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
