@@ -296,15 +296,15 @@ class FSDP2Window(Engine):
                 unit.check_unwritten()
                 unit.gather()
         window = backward.window
-        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         if not window.trained <= self.tracked:
             self.track(window.trained)
+        for unit in self.units:
+            unit.settle()
+        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
+        self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
         ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
-        for unit in self.units:
-            unit.settle()
         for unit in ran:
             if not unit.is_gathered:
                 unit.check_unwritten()
