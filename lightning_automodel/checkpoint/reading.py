@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
@@ -14,6 +14,7 @@ from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import check_model, load_file, save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
+from lightning_automodel.checkpoint.tree import mapped
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite
 
@@ -64,7 +65,10 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})
     # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
     if isinstance(map_location, str | torch.device):
-        checkpoint = move_data_to_device(checkpoint, map_location)
+        # Lightning's own walk would lose the versions of modules that a state dict has.
+        checkpoint = mapped(
+            checkpoint, lambda _, leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf
+        )
     return checkpoint
 
 
