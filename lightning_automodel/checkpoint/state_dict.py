@@ -95,7 +95,7 @@ def copied(state: Any) -> Any:
     """
 
     def copy_of(_: Path, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
             # From an accelerator into pinned memory: through pageable memory the host would wait for each tensor.
             return leaf.detach().to("cpu", non_blocking=True, copy=True)
         return copy.deepcopy(leaf)

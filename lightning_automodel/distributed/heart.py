@@ -253,7 +253,9 @@ class Heart:
             return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
         is_silent = self.clock() - self._heard_at > self.silence_s and self._missed >= MISSED_BEATS
-        if is_silent or failure.error == failures.PROCESS_ENDED:
+        # With a beat more the process that started it tells how it ended.
+        has_ended = failure.error == failures.PROCESS_ENDED and self._missed > 1
+        if is_silent or has_ended:
             self.post(failure)
 
     # --- The dead man's switch ----------------------------------------------------------------------
