@@ -528,8 +528,6 @@ def test_one_of_several_loaders_is_refused(pool2: RankPool) -> None:
 
 
 class Saves(Callback):
-    """Saves after some batches of the fit."""
-
     def __init__(self, folder: Path, after: tuple[int, ...]) -> None:
         self.folder = folder
         self.after = after

@@ -59,8 +59,6 @@ class Padded(LabelledModule):
 
 
 class Reports(Callback):
-    """Keeps what each step reports."""
-
     def __init__(self) -> None:
         self.reports: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Random settings of what draws, counts, pads and evaluates: weights, reports and values are those of one process.
+"""Settings of what draws, counts, pads and evaluates: weights, reports and values are those of one process.
 
 The references know neither ranks nor windows that are counted ahead, and drop what Lightning drops.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
@@ -63,21 +62,16 @@ def data(ranks: int, has_gaps: bool, num_batches: int = 8) -> list[list[Batch]]:
     return micro_batches(Case(seed=23, telling="labels", num_batches=num_batches, gap=gap, num_ranks=ranks))
 
 
-def aux_of(logits: Tensor) -> Tensor:
-    """Not linear in the tokens of a batch."""
-    return 0.3 * logits.softmax(-1).mean((0, 1)).square().sum()
-
-
 # --- Training ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Training:
-    """One fit; what the fields mean, the Trainer's and the strategy's arguments tell."""
+    """One fit of two epochs; what the fields mean, the Trainer's and the strategy's arguments tell."""
 
     engine: str
     counts: tuple[int, ...]
-    accumulation: tuple[int, ...]
+    accumulate: int
     pads: bool = False
     ahead: bool = True
     is_stream: bool = False
@@ -86,13 +80,9 @@ class Training:
     val_check_interval: int | None = None
     max_steps: int = -1
     without: tuple[int, ...] = ()
-    has_aux: bool = False
-    per_token_loss: bool = True
-    loss_reduction: str = "mean"
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of an epoch."""
         longest = max(self.counts)
         if self.limit is None:
             return longest
@@ -100,55 +90,27 @@ class Training:
 
     def batches(self) -> list[list[Batch | None]]:
         """Those of each rank."""
-        by_rank = data(len(self.counts), self.per_token_loss)
         return [
             [None if index in self.without else batch for index, batch in enumerate(own[:count])]
-            for own, count in zip(by_rank, self.counts, strict=True)
+            for own, count in zip(data(len(self.counts), True), self.counts, strict=True)
         ]
 
 
-def draw_training(seed: int) -> Training:
-    rng = random.Random(seed)
-    engine = rng.choice(list(ENGINES))
-    ranks = data_ranks(engine)
-    pads = rng.random() < 0.5
-    per_token = rng.random() < 0.8
-    counts = [rng.randrange(1, 8)] * ranks
-    if pads:
-        counts = [rng.randrange(8) for _ in range(ranks)]
-        counts[rng.randrange(ranks)] += 1
-    longest = max(counts)
-    is_stream = rng.random() < 0.5
-    limit = rng.choice(
-        [None, None, rng.randrange(1, longest + 1), None if is_stream else rng.uniform(1 / longest, 1)]
-    )
-    if isinstance(limit, float) and int(limit * longest) == 0:
-        limit = None
-    epochs = rng.randrange(1, 4)
-    window = rng.randrange(1, 5)
-    setting = Training(
-        engine=engine,
-        counts=tuple(counts),
-        accumulation=(window,) * epochs
-        if rng.random() < 0.6
-        else tuple(rng.randrange(1, 5) for _ in range(epochs)),
-        pads=pads,
-        is_stream=is_stream,
-        num_workers=1 if rng.random() < 0.1 else 0,
-        limit=limit,
-        max_steps=rng.choice([-1, -1, rng.randrange(1, 5)]),
-        # Fillers are copies of the first batch that is one.
-        without=()
-        if pads or rng.random() < 0.7
-        else tuple(rng.sample(range(longest), rng.randrange(longest))),
-        has_aux=per_token and rng.random() < 0.5,
-        per_token_loss=per_token,
-        loss_reduction=rng.choice(["mean", "mean", "sum"]) if per_token else "mean",
-    )
-    interval = rng.choice([None, rng.randrange(1, setting.num_batches + 1)])
-    # Auxiliary losses need it. Apart, so that a seed has the same other draws without it.
-    ahead = setting.has_aux or bool(setting.without) or random.Random(f"{seed} ahead").random() < 0.6
-    return replace(setting, val_check_interval=interval, ahead=ahead)
+TRAININGS = {
+    "peers that are padded together": Training(
+        "tensor_parallel", (2, 5), 2, pads=True, is_stream=True, val_check_interval=2
+    ),
+    "peers that are not counted ahead": Training("tensor_parallel", (6, 3), 4, pads=True, ahead=False),
+    "ranks without a batch": Training("hsdp", (0, 3, 1, 4), 3, pads=True),
+    "a rank without a batch, not counted ahead": Training("ddp", (4, 0), 2, pads=True, ahead=False, limit=3),
+    "batches that are None": Training("fsdp2", (7, 7), 2, without=(2, 5)),
+    "a fraction, and validations": Training("ddp", (7, 7), 3, limit=0.6, val_check_interval=1),
+    "workers, and an end in an epoch": Training(
+        "resharded", (5, 3), 2, pads=True, num_workers=1, max_steps=4
+    ),
+    "a limited stream": Training("undeferred", (6, 6), 4, is_stream=True, limit=5, max_steps=3),
+}
+"""What `tests/search` does not draw."""
 
 
 class Trained(LightningModule):
@@ -162,14 +124,7 @@ class Trained(LightningModule):
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        logits = self.model(batch["input_ids"])
-        labels = batch["labels"].flatten()
-        reduction = self.setting.loss_reduction
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction=reduction)
-        if not self.setting.has_aux:
-            return loss
-        aux = aux_of(logits)
-        return {"loss": loss + aux, "aux_loss": aux}
+        return mean_loss(self.model, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.model(batch["input_ids"])
@@ -187,20 +142,15 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     strategy = AutomodelStrategy(
         count_window_ahead=setting.ahead,
         uneven_inputs="pad" if setting.pads else "error",
-        per_token_loss=setting.per_token_loss,
-        loss_reduction=setting.loss_reduction,  # type: ignore[arg-type]
         timeout=0.3,
         **options,
     )
-    constant = len(set(setting.accumulation)) == 1
-    scheduler = GradientAccumulationScheduler(dict(enumerate(setting.accumulation)))
     validates = setting.val_check_interval is not None
     trainer = make_trainer(
         strategy,
-        max_epochs=len(setting.accumulation),
+        max_epochs=2,
         max_steps=setting.max_steps,
-        accumulate_grad_batches=setting.accumulation[0] if constant else 1,
-        callbacks=[] if constant else [scheduler],
+        accumulate_grad_batches=setting.accumulate,
         limit_train_batches=setting.limit,
         val_check_interval=setting.val_check_interval,
     )
@@ -223,22 +173,15 @@ def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None,
     by_rank = setting.batches()
     report = None
     steps = 0
-    for accumulate in setting.accumulation:
-        for start in range(0, setting.num_batches, accumulate):
-            end = min(start + accumulate, setting.num_batches)
+    for _ in range(2):
+        for start in range(0, setting.num_batches, setting.accumulate):
+            end = min(start + setting.accumulate, setting.num_batches)
             if end - 1 in setting.without or steps == setting.max_steps:
                 continue  # Lightning steps where the last batch of a window is one
             window = [batch for own in by_rank for batch in own[start:end] if batch is not None]
             tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-            if setting.per_token_loss:
-                loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(
-                    tokens, 1
-                )
-            else:
-                loss = torch.stack([mean_loss(model, batch) for batch in window]).mean()
-            report = (loss.item() if tokens else math.nan, tokens * setting.per_token_loss, len(window))
-            if setting.has_aux:
-                loss = loss + torch.stack([aux_of(model(batch["input_ids"])) for batch in window]).mean()
+            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)
+            report = (loss.item() if tokens else math.nan, tokens, len(window))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -255,11 +198,8 @@ def _check_training(setting: Training, pool: RankPool) -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "seed", [1003, 1004, 1007, 1009, 1015, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))]
-)
-def test_training(pool2: RankPool, pool4: RankPool, seed: int) -> None:
-    setting = draw_training(seed)
+@pytest.mark.parametrize("setting", TRAININGS.values(), ids=TRAININGS)
+def test_training(pool2: RankPool, pool4: RankPool, setting: Training) -> None:
     _check_training(setting, pool_of(setting.engine, pool2, pool4))
 
 
@@ -280,7 +220,6 @@ class Evaluation:
     inference_mode: bool
 
     def batches(self) -> list[list[list[Batch]]]:
-        """Of each loader, by rank."""
         by_rank = data(data_ranks(self.engine), True)
         return [
             [own[index:][: self._limited(count)] for own, count in zip(by_rank, counts, strict=True)]

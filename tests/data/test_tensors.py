@@ -55,5 +55,4 @@ def check_peers() -> None:
 
 
 def test_first_batches_of_peers_are_compared(pool2: RankPool) -> None:
-    """A dataclass that checks itself is one of them."""
     pool2.run(check_peers)

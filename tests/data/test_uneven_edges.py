@@ -26,7 +26,6 @@ TIMEOUT_MINUTES = 0.3
 
 
 def batches(counts: tuple[int, int]) -> list[Batch]:
-    """This rank's."""
     return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
 
 
@@ -57,8 +56,6 @@ def test_no_sample_is_predicted_twice_with_a_sampler_of_the_user(pool2: RankPool
 
 
 class Counts(LabelledModule):
-    """Counts the batches of all loaders."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen = SumMetric()
@@ -144,8 +141,6 @@ def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str
 
 
 class Reloads(LabelledModule):
-    """A loader for each epoch."""
-
     def __init__(self, plan: list[tuple[int, int]]) -> None:
         super().__init__()
         self.plan = list(plan)

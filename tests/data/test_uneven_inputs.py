@@ -227,8 +227,6 @@ def _stop(*args: Any) -> Any:
 
 
 class StopsInDataset(torch.utils.data.Dataset):
-    """Draws from it where a sample is loaded."""
-
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
 
@@ -260,38 +258,54 @@ def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("options", "where", "stage"),
+    ("options", "where", "stage", "told"),
     [
-        (DDP, "training_step", "fit"),
-        (FSDP2, "transfer_batch_to_device", "predict"),
-        (FSDP2, "validation_step", "validate"),
+        (DDP, "training_step", "fit", "training_step raised StopIteration"),
+        (FSDP2, "validation_step", "validate", "validation_step raised StopIteration"),
+        (
+            FSDP2,
+            "transfer_batch_to_device",
+            "predict",
+            "A hook of the transfer of a batch raised StopIteration",
+        ),
     ],
 )
-def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any], where: str, stage: str) -> None:
+def test_stop_iteration_of_a_step(
+    pool2: RankPool, options: dict[str, Any], where: str, stage: str, told: str
+) -> None:
     """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
     with pytest.raises(RankError) as raised:
         pool2.run(_stop_by_itself, options, where, stage)
-    told = f"{'A hook of the transfer of a batch' if 'transfer' in where else where} raised StopIteration"
-    assert told in raised.value.failures[1]
+    assert all(told in failure for failure in raised.value.failures.values())
     assert re.search(r"test_uneven_inputs\.py\", line \d+, in _stop", raised.value.failures[1])
     assert "RankFailedError: rank 1" in raised.value.failures[0]
-    assert told in raised.value.failures[0]
+
+
+OTHER_BATCHES = (
+    r"different batches, this rank in batch \d of epoch [01], or have used different FSDP units in it\. A hook, a"
+    " step or a data set has raised StopIteration"
+)
+EVALUATED = r"The ranks have evaluated \[4, \d\] batches"
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("options", "where"), [(FSDP2, "Callback.on_train_batch_start"), (DDP, "Dataset")], ids=["fsdp2", "ddp"]
+    ("options", "where", "stage", "told"),
+    [
+        (FSDP2, "Callback.on_train_batch_start", "fit", OTHER_BATCHES),
+        (DDP, "Dataset", "fit", OTHER_BATCHES),
+        # Replicas do not communicate in evaluations, and raise at their end.
+        (DDP, "Callback.on_validation_batch_start", "validate", EVALUATED),
+        (DDP, "Callback.on_predict_batch_end", "predict", EVALUATED),
+    ],
 )
-def test_an_epoch_that_ends_on_one_rank_alone(pool2: RankPool, options: dict[str, Any], where: str) -> None:
+def test_an_epoch_that_ends_on_one_rank_alone(
+    pool2: RankPool, options: dict[str, Any], where: str, stage: str, told: str
+) -> None:
     """Its next window is one of the next epoch: both ranks raise, with the batches."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_stop_by_itself, options, where, "fit")
-    for failure in raised.value.failures.values():
-        assert re.search(
-            r"different batches, this rank in batch \d of epoch [01], or have used different FSDP units in it\. A"
-            " hook, a step or a data set has raised StopIteration",
-            failure,
-        )
+        pool2.run(_stop_by_itself, options, where, stage)
+    assert all(re.search(told, failure) for failure in raised.value.failures.values())
 
 
 def _leave_early(options: dict[str, Any], how: str) -> None:
@@ -327,22 +341,7 @@ def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how:
         assert "the process died" not in failure
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("where", "stage"),
-    [("Callback.on_validation_batch_start", "validate"), ("Callback.on_predict_batch_end", "predict")],
-)
-def test_an_evaluation_that_ends_on_one_rank_alone(pool2: RankPool, where: str, stage: str) -> None:
-    """Replicas do not communicate in it: both ranks raise at its end, with the numbers of batches."""
-    with pytest.raises(RankError) as raised:
-        pool2.run(_stop_by_itself, DDP, where, stage)
-    for failure in raised.value.failures.values():
-        assert re.search(r"The ranks have evaluated \[4, \d\] batches", failure)
-
-
 class Leaving(DataLoader):
-    """Leaves the last batches out on rank 1."""
-
     def __init__(self, batches: list[Any], number: int) -> None:
         super().__init__(batches, batch_size=None)
         self.number = number
@@ -367,51 +366,35 @@ class Estimating(Sampler[int]):
         yield from range(self.number)
 
 
-class WithBuffer(Evaluated):
-    """Has a buffer, which the first rank broadcasts before a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.add_(1)
-        return super().training_step(batch, batch_idx)
-
-
-def _leave_out(
-    stage: str, options: dict[str, Any], counts: tuple[int, int], what: str = "loader"
-) -> tuple[int, float, int]:
-    """Batches of an epoch, the mean over all samples of a validation, and how many steps were taken."""
-    module = WithBuffer() if what == "sampler" else Evaluated()
-    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2, use_distributed_sampler=False)
+def _leave_out(what: str, stage: str, counts: tuple[int, int], **options: Any) -> tuple[int, int]:
+    """How many batches and steps there were. The module has a buffer, which rank 0 broadcasts before a forward."""
+    module = Evaluated()
+    module.register_buffer("seen", torch.zeros(1))
+    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
     batches = micro_batches(CASE)[dist.get_rank()][:4]
     number = counts[dist.get_rank()]
     loader: DataLoader[Any] = Leaving(batches, number)
     if what == "sampler":
         loader = DataLoader(batches, batch_size=None, sampler=Estimating(4, number))
     if stage == "validate":
-        (logged,) = trainer.validate(module, loader, verbose=False)
-        return 0, len(logged), 0
-    trainer.fit(module, loader, *([loader] if stage == "val in fit" else []))
-    return trainer.fit_loop.epoch_loop.total_batch_idx + 1, 0, trainer.global_step
+        trainer.validate(module, loader, verbose=False)
+    else:
+        trainer.fit(module, loader, loader if stage == "val in fit" else None)
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1, trainer.global_step
 
 
-def test_loader_that_leaves_batches_out(pool2: RankPool) -> None:
-    """Its length says nothing: unequal ranks are told so, equal ones train, padding and evaluation go on."""
+@pytest.mark.every_case
+@pytest.mark.parametrize(("what", "stage"), [("loader", "val in fit"), ("sampler", "train")])
+def test_length_that_says_nothing(pool2: RankPool, what: str, stage: str) -> None:
+    """A loader leaves batches out, or a sampler estimates: unequal ranks are told so, equal ones train.
+
+    Padding and evaluation go on. What comes next is sent before the forward's first collective.
+    """
     with pytest.raises(RankError) as raised:
-        pool2.run(_leave_out, "val in fit", FSDP2, (4, 2))
+        pool2.run(_leave_out, what, stage, (4, 2), timeout_s=30)
     for failure in raised.value.failures.values():
         assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
-    assert pool2.run(_leave_out, "train", FSDP2, (3, 3)) == [(6, 0, 6)] * 2
-    assert pool2.run(_leave_out, "train", {"uneven_inputs": "pad"}, (4, 2)) == [(8, 0, 8)] * 2
-    pool2.run(_leave_out, "validate", FSDP2, (4, 2))
-
-
-def test_sampler_that_estimates_its_length(pool2: RankPool) -> None:
-    """Also beside buffers: what comes next is sent before the forward's first collective."""
-    with pytest.raises(RankError) as raised:
-        pool2.run(_leave_out, "train", FSDP2, (4, 2), "sampler", timeout_s=30)
-    for failure in raised.value.failures.values():
-        assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
-    assert pool2.run(_leave_out, "train", FSDP2, (3, 3), "sampler") == [(6, 0, 6)] * 2
+    assert pool2.run(_leave_out, what, "train", (3, 3)) == [(6, 6)] * 2
+    if what == "loader":
+        assert pool2.run(_leave_out, what, "train", (4, 2), uneven_inputs="pad") == [(8, 8)] * 2
+        pool2.run(_leave_out, what, "validate", (4, 2))
