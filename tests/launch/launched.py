@@ -29,9 +29,9 @@ from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
-from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches, relative_error
 from tests.trainer.plain import train_model_plainly
-from tests.trainer.runs import CASE, SILENT, LabelledModule, mean_loss
+from tests.trainer.runs import CASE, SILENT, TOLERANCE, LabelledModule, mean_loss
 
 ACCUMULATE = 3
 FAULT_AT_STEP = 3
@@ -88,7 +88,6 @@ class Launched(LabelledModule):
 
 
 def happen(fault: str) -> None:
-    """Make the fault happen to this process."""
     if fault == "slow":
         time.sleep(0.3)
         return
@@ -216,6 +215,13 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
     return full_weights(model), loss
 
 
+def assert_exact(found: dict[str, torch.Tensor]) -> None:
+    """These are the weights of one process."""
+    (weights, _) = reference()
+    assert found.keys() == weights.keys()
+    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+
+
 def _as_program(
     function: Callable[..., None],
     folder: Path,
@@ -334,12 +340,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def ranks(folder: Path) -> list[int]:
-    """Process ids of the ranks."""
     return [int(path.read_text()) for path in folder.glob("rank*.pid")]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -347,6 +351,5 @@ def is_running(pid: int) -> bool:
 
 
 def assert_gone(folder: Path) -> None:
-    """No rank is left."""
     assert len(ranks(folder)) == 2
     assert not any(is_running(pid) for pid in ranks(folder))

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_automodel import AutomodelStrategy
-from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, reference, wait_until
+from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, assert_exact, program, wait_until
 from tests.processes import free_port
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
@@ -110,7 +110,6 @@ def start_both(
 
 
 def logs(folder: Path) -> str:
-    """What both ranks printed."""
     return "\n".join((folder / str(rank) / "log").read_text() for rank in range(2))
 
 
@@ -142,14 +141,7 @@ def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str
     """They find each other, and train to the weights of one process."""
     folder, future = runs[name]
     assert future.result() == [0, 0], logs(folder)
-    assert_exact(folder)
-
-
-def assert_exact(folder: Path) -> None:
-    """The weights in the folder are those of one process."""
-    found = torch.load(folder / "weights.pt")
-    (weights, _) = reference()
-    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert_exact(torch.load(folder / "weights.pt"))
 
 
 def stop_under_slurm(folder: Path) -> list[int | None]:

@@ -18,6 +18,7 @@ from lightning_automodel.launch.forks import ForkLauncher
 from tests.launch.launched import (
     PATIENCE_S,
     Terminal,
+    assert_exact,
     assert_gone,
     fail,
     is_running,
@@ -87,20 +88,16 @@ def test_results_of_workers(runs: dict[str, Future], engine: str) -> None:
     """Weights, metrics and checkpoint paths are in the launching process; test takes the trained weights."""
     status, folder = runs["fork"].result()
     assert status == 0, (folder / "log").read_text()
-    found = assert_exact(folder, engine)
+    found = results_in(folder, engine)
     _, test_loss = reference()
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
     assert found.get("metrics") == (["test_loss"] if engine == "fsdp2" else None)
 
 
-def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
-    """What the launching process has are the weights of one process, and the metrics of both ranks."""
+def results_in(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
+    """What the launching process has: the weights of one process, and the metrics of both ranks."""
     found = torch.load(folder / "found.pt")[engine]
-    (weights, _) = reference()
-    assert found["weights"].keys() == weights.keys()
-    assert (
-        max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
-    )
+    assert_exact(found["weights"])
     assert found["micro_batches"] == 2 * CASE.num_batches
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["loss"] > 0
@@ -112,10 +109,7 @@ def test_after_a_run_on_one_device(tmp_path: Path) -> None:
     """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
     assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
     found = torch.load(tmp_path / "found.pt")
-    (weights, _) = reference()
-    assert (
-        max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
-    )
+    assert_exact(found["weights"])
     assert "is in a process group" in found["refused"]
 
 
@@ -131,7 +125,7 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
     assert status == expected, output
     assert message in output
     if fault != "broken":
-        assert_exact(folder)
+        results_in(folder)
         assert_gone(folder)
 
 
@@ -167,7 +161,6 @@ def _interrupt(method: str, folder: Path) -> tuple[int | None, str, float]:
 
 
 def make_trainer(start_method: Any, devices: int = 2) -> pl.Trainer:
-    """A Trainer of ranks that are not started."""
     return pl.Trainer(
         strategy=AutomodelStrategy(start_method=start_method), accelerator="cpu", devices=devices, **SILENT
     )

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.exactness import relative_error
-from tests.trainer.runs import TOLERANCE
-
 ray = pytest.importorskip(
     "ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[tests,ray]'"
 )
@@ -18,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What Ray runs in each worker; `ray.train.lightning.prepare_trainer` is not called, see the next test."""
+    """What Ray runs in each worker; `ray.train.lightning.prepare_trainer` refuses other strategies."""
     import lightning.pytorch as pl
     from ray.train.lightning import RayLightningEnvironment
 
@@ -46,7 +43,6 @@ def train(settings: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Any:
-    """A Ray of this machine alone."""
     variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ray.init(
         num_cpus=4,
@@ -59,7 +55,6 @@ def cluster() -> Any:
 
 
 def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None:
-    """Train on two workers."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -73,13 +68,10 @@ def fit(folder: Path, options: dict[str, Any], fault: str | None = None) -> None
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_training(tmp_path: Path, engine: str) -> None:
-    """To the weights of one process."""
-    from tests.launch.launched import reference
+    from tests.launch.launched import assert_exact
 
     fit(tmp_path, {"data_parallel": engine})
-    found = torch.load(tmp_path / "weights.pt")
-    (weights, _) = reference()
-    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert_exact(torch.load(tmp_path / "weights.pt"))
 
 
 @pytest.mark.sweep
@@ -87,15 +79,3 @@ def test_failure(tmp_path: Path) -> None:
     """Ray raises what happened on the rank that failed."""
     with pytest.raises(Exception, match="no labels here"):
         fit(tmp_path, {}, fault="exception")
-
-
-def test_ray_accepts_its_own_strategies_only() -> None:
-    """`prepare_trainer`, which only checks, refuses every other class: the documentation says to leave it out."""
-    import lightning.pytorch as pl
-    from ray.train.lightning import prepare_trainer
-
-    from lightning_automodel import AutomodelStrategy
-
-    trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=2, logger=False)
-    with pytest.raises(RuntimeError, match="Invalid strategy class"):
-        prepare_trainer(trainer)

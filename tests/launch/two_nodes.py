@@ -86,15 +86,9 @@ class TwoNodes:
     def _launch(
         self, node: int, port: int, ranks_per_node: int, command: Sequence[str]
     ) -> subprocess.Popen[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
-        torchrun += [
-            "--nproc-per-node",
-            str(ranks_per_node),
-            "--master-addr",
-            ADDRESSES[0],
-            "--master-port",
-            str(port),
-        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
+        torchrun += [f"--nproc-per-node={ranks_per_node}", f"--master-addr={ADDRESSES[0]}"]
+        torchrun += [f"--master-port={port}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         # That of this machine's tests is no interface that leads to the other node.
         environment.pop("GLOO_SOCKET_IFNAME", None)
@@ -141,21 +135,10 @@ def connect_two_nodes() -> Iterator[TwoNodes]:
 def _set_up(nodes: TwoNodes) -> None:
     for namespace in nodes.namespaces:
         _ip("netns", "add", namespace)
-    first, second = zip(nodes.devices, nodes.namespaces, strict=True)
-    _ip(
-        "link",
-        "add",
-        first[0],
-        "netns",
-        first[1],
-        "type",
-        "veth",
-        "peer",
-        "name",
-        second[0],
-        "netns",
-        second[1],
+    first, second = (
+        [device, "netns", name] for device, name in zip(nodes.devices, nodes.namespaces, strict=True)
     )
+    _ip("link", "add", *first, "type", "veth", "peer", "name", *second)
     for device, namespace, address in zip(nodes.devices, nodes.namespaces, ADDRESSES, strict=True):
         _ip("-netns", namespace, "address", "add", f"{address}/24", "dev", device)
         _ip("-netns", namespace, "link", "set", device, "up")
