@@ -58,7 +58,6 @@ class Ragged(Dataset):
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad."""
     pad = nn.utils.rnn.pad_sequence
     return {
         "input_ids": pad([row["input_ids"] for row in rows], batch_first=True),
@@ -67,8 +66,6 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Recorder(Logger):
-    """Keeps what is logged, on every rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[Line] = []
@@ -251,8 +248,6 @@ class Setting:
 
 
 class Quiet(Ragged):
-    """Rows that are the same each time."""
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         state = random.getstate()
         random.seed(index)
@@ -262,8 +257,6 @@ class Quiet(Ragged):
 
 
 class Still(Dataset):
-    """Rows that are loaded without random numbers."""
-
     def __init__(self) -> None:
         quiet = Quiet()
         self.rows = [quiet[index] for index in range(len(quiet))]
@@ -377,8 +370,6 @@ class Drawing(Sampler):
 
 
 class Batches:
-    """No DataLoader."""
-
     def __init__(self, batches: list[dict[str, Tensor]]) -> None:
         self.batches = batches
 
@@ -390,8 +381,6 @@ class Batches:
 
 
 class Single(Ragged):
-    """Rows that are batches."""
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return collate([super().__getitem__(index)])
 
@@ -553,7 +542,6 @@ class Stop(Exception):  # noqa: N818 - it is none
 
 
 def differing_lines(expected: list[Line], found: list[Line]) -> list[str]:
-    """The first line that differs."""
     pairs = enumerate(zip(expected, found, strict=False))
     different = next((f"line {index}: {a} {b}" for index, (a, b) in pairs if a != b), None)
     if different is None and len(expected) != len(found):

@@ -146,7 +146,6 @@ class CountingData(LightningDataModule):
 
 
 def draw(seed: int, number: int) -> dict[str, Any]:
-    """The case of a number."""
     rng = random.Random(f"{seed}-{number}")
     return {
         "loader": rng.choice(LOADERS),
@@ -219,7 +218,6 @@ def can_repeat(case: dict[str, Any]) -> bool:
 
 
 def judge(pool: RankPool, case: dict[str, Any]) -> str:
-    """What is wrong with a case, if anything."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = pool.run(compared, case, Path(folder), timeout_s=120)

@@ -52,8 +52,6 @@ def test_window_begins_again(pool2: RankPool, loader: str, tmp_path: Path) -> No
 
 
 class Drawing(Learner):
-    """Draws its batches itself."""
-
     def training_step(self, dataloader_iter: Iterator[Any]) -> dict[str, Any]:
         batch, _, _ = next(dataloader_iter)
         loss = self.loss(batch)
@@ -81,22 +79,24 @@ def resumed_with(kind: str, other: str, folder: Path) -> str:
     return "resumed"
 
 
-def test_fewer_batches(pool2: RankPool, tmp_path: Path) -> None:
-    for told in pool2.run(resumed_with, "own generator", "short own generator", tmp_path, timeout_s=120):
-        assert (
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            "short own generator",
             "by (what, number of batches, batch size) [('indices', 2, 2)], and the checkpoint holds"
-            " [('indices', 7, 2)]: pass loaders like those that were used" in told
-        )
-
-
-def test_loader_of_another_kind(pool2: RankPool, tmp_path: Path) -> None:
-    for told in pool2.run(resumed_with, "own generator", "stream", tmp_path, timeout_s=120):
-        assert "[('no position', None, None)], and the checkpoint holds [('indices', 7, 2)]" in told
+            " [('indices', 7, 2)]: pass loaders like those that were used",
+        ),
+        ("stream", "[('no position', None, None)], and the checkpoint holds [('indices', 7, 2)]"),
+    ],
+)
+def test_another_loader(pool2: RankPool, other: str, told: str, tmp_path: Path) -> None:
+    for found in pool2.run(resumed_with, "own generator", other, tmp_path, timeout_s=120):
+        assert told in found
 
 
 class Recorded(Learner):
-    """Notes the sums of its batches."""
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         if not self.trainer.strategy.is_filler:
             self.started = [*getattr(self, "started", []), batch["input_ids"].sum().item()]

@@ -124,8 +124,6 @@ def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
 
 
 class Looks(Callback):
-    """Looks at the loops in the midst of a fit."""
-
     def __init__(self) -> None:
         self.replaced: list[str] = []
 

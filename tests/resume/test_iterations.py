@@ -28,8 +28,6 @@ needs_torchdata = pytest.mark.skipif(StatefulDataLoader is None, reason="torchda
 
 
 class Notes(pl.LightningModule):
-    """Notes the rows that it is trained on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Linear(1, 1)
@@ -84,7 +82,6 @@ def _fit(
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> list[str]:
-    """What was said."""
     torch.manual_seed(5 if ckpt_path is None else 6)
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     trainer = pl.Trainer(

@@ -121,7 +121,6 @@ def test_another_format_is_refused() -> None:
 
 
 def test_generators_of_modules() -> None:
-    """Those of a module and of the modules in it."""
     module = nn.Sequential(nn.Linear(1, 1))
     module.noise = torch.Generator()
     module[0].noise = torch.Generator()

@@ -21,8 +21,6 @@ HELD = "A checkpoint was saved while an optimizer held gradients that it has not
 
 
 class Saves(pl.LightningModule):
-    """Saves after each of the batches in ``after``."""
-
     def __init__(self, folder: Path, after: set[int]) -> None:
         super().__init__()
         self.folder = folder
@@ -85,8 +83,6 @@ def _said(
 
 
 class Teaches(Saves):
-    """A teacher averages the student with each batch."""
-
     def __init__(self, folder: Path, after: set[int]) -> None:
         super().__init__(folder, after)
         self.teacher = nn.Linear(2, 2).requires_grad_(False)
@@ -97,8 +93,6 @@ class Teaches(Saves):
 
 
 class Clamps(Saves):
-    """Clamps trained weights with each batch."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
             self.model.weight.clamp_(-0.1, 0.1)
@@ -136,8 +130,6 @@ def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
 
 
 class SavesEarly(Saves):
-    """Saves before a fit has started."""
-
     def on_train_start(self) -> None:
         self.trainer.save_checkpoint(self.folder / "early.ckpt")
 
@@ -161,8 +153,6 @@ def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path) -> None:
 
 
 class BetweenSteps(Adversaries):
-    """Saves between the steps of two optimizers."""
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.num_steps = 0
         super().training_step(batch, batch_idx)

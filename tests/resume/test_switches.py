@@ -25,8 +25,6 @@ DOUBLE = {"precision": "64-true", "max_epochs": 3}
 
 
 class WithBackbone(Learner):
-    """Its blocks are frozen at first."""
-
     @property
     def backbone(self) -> nn.Module:
         return self.blocks
