@@ -100,19 +100,16 @@ def uninterrupted(options: dict[str, Any], epochs: int = 2, **kwargs: Any) -> di
 
 
 def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    """Whole weights that ``validate`` loads."""
     module = AdamModule(CASE.seed + 2)
     make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
     return full_weights(module.model)
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest relative error of whole weights."""
     return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files of a checkpoint."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
@@ -122,5 +119,4 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def rank() -> int:
-    """Of this process."""
     return dist.get_rank()

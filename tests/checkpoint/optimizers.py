@@ -40,38 +40,6 @@ class Keeping(torch.optim.Optimizer):
         return parameter.grad
 
 
-class KeysWithoutTensors(Keeping):
-    """Counts steps under a string, and for a tuple."""
-
-    def before(self, group: dict[str, Any]) -> None:
-        counts = self.state["counts"]
-        counts["steps"] = counts.get("steps", 0) + 1
-        self.state[(1, "two")] = torch.full((2, 2), float(counts["steps"]))
-
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        return parameter.grad * (self.state["counts"]["steps"] + self.state[(1, "two")][0, 1].item())
-
-
-class OwnEntries(Keeping):
-    """Adds an entry to its state dict by methods of its own."""
-
-    phase = 0
-
-    def before(self, group: dict[str, Any]) -> None:
-        self.phase += 1
-
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        return parameter.grad * self.phase
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "phase": {"number": self.phase, "tensor": torch.tensor(self.phase)}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.phase = state_dict["phase"]["number"]
-        assert self.phase == int(state_dict["phase"]["tensor"])
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-
-
 class HookedEntries(Keeping):
     """Adds an entry to its state dict by torch's hooks."""
 
@@ -91,34 +59,6 @@ class HookedEntries(Keeping):
         return parameter.grad * self.phase
 
 
-class NamesWithDots(Keeping):
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        state["mo.men.tum"] = state.get("mo.men.tum", 0) * 0.9 + parameter.grad
-        state["mo"] = {"men.tum": torch.tensor(2.0, dtype=torch.float64)}
-        return state["mo.men.tum"] * state["mo"]["men.tum"].item()
-
-
-class Nested(Keeping):
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        kept = state.setdefault("one", {"two": {"three": {}}})["two"]["three"]
-        kept["momentum"] = kept.get("momentum", 0) * 0.9 + parameter.grad
-        kept[7] = kept.get(7, 0) + 1
-        state["empty"] = {}
-        return kept["momentum"] * kept[7]
-
-
-class Lists(Keeping):
-    """Gradients of the last steps, in lists and tuples."""
-
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        state["history"] = [*state.get("history", []), parameter.grad.clone()][-3:]
-        state["pair"] = (state["history"][0] * 0.5, len(state["history"]))
-        return sum(state["history"]) + state["pair"][0] * state["pair"][1]
-
-
 class InGroups(Keeping):
     """What it makes in its groups while it trains."""
 
@@ -136,23 +76,6 @@ class InGroups(Keeping):
     def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
         group["sums"]["of"][index].mul_(0.9).add_(parameter.grad)
         return group["sums"]["of"][index] * (group["counts"]["steps"] + group["ordered"]["a"][1].item())
-
-
-class WholeMomentum(Keeping):
-    """Gathers gradients, and keeps a whole momentum on each rank."""
-
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        grad = parameter.grad
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        state = self.state[parameter]
-        state["momentum"] = state.get("momentum", torch.zeros_like(whole)) * 0.9 + whole
-        direction = state["momentum"]
-        if isinstance(grad, DTensor):
-            mesh = grad.device_mesh
-            return torch.distributed.tensor.distribute_tensor(
-                direction, mesh, grad.placements, src_data_rank=None
-            )
-        return direction
 
 
 class LocalMomentum(Keeping):
@@ -216,8 +139,6 @@ class HidesTensors:
 
 
 class OtherOnEachRank(Keeping):
-    """A statistic of this rank's part alone."""
-
     def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         state["scale"] = state.get("scale", torch.ones(2)) + (dist.get_rank() + 1) * 0.1
@@ -231,31 +152,7 @@ class CountsApart(Keeping):
         group["seen"] = 7 + dist.get_rank()
 
 
-class Everything(OwnEntries):
-    """Each parameter is updated by one of the others in turn."""
-
-    PARTS = (
-        NamesWithDots,
-        Nested,
-        Lists,
-        InGroups,
-        KeysWithoutTensors,
-        WholeMomentum,
-        OwnEntries,
-    )
-
-    def before(self, group: dict[str, Any]) -> None:
-        for part in (KeysWithoutTensors, InGroups, OwnEntries):
-            part.before(self, group)
-
-    def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
-        part = self.PARTS[index % len(self.PARTS)]
-        parameter.sub_(group["lr"] * part.direction(self, group, index, parameter))
-
-
 class Module(AdamModule):
-    """Trained by an optimizer of a kind."""
-
     def __init__(self, kind: Any, seed: int = CASE.seed) -> None:
         super().__init__(seed)
         self.kind = kind

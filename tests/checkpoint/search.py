@@ -55,7 +55,6 @@ def draw_tree(rng: random.Random, depth: int, leaves: tuple[str, ...]) -> Spec:
 
 
 def draw_case(seed: int, number: int) -> Case:
-    """The case of this number."""
     rng = random.Random(f"{seed} {number}")
     in_state = ("tensor", "like", "like", "number")
     # Apart, so that a number has the same other draws without it.
@@ -130,8 +129,6 @@ class Drawn(torch.optim.SGD):
 
 
 class HasExtra(nn.Module):
-    """A module with an extra state."""
-
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
@@ -253,7 +250,6 @@ def plainly(case: Case) -> dict[str, Any]:
 
 
 def judge(pool: RankPool, case: Case) -> str | None:
-    """What is wrong with a case."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             expected = plainly(case)
@@ -278,7 +274,6 @@ def judge(pool: RankPool, case: Case) -> str | None:
 
 
 def sharded(value: Any) -> list[bool]:
-    """Which tensors of a description were sharded."""
     if not isinstance(value, list):
         return []
     if value[:1] == ["tensor"]:
@@ -287,7 +282,6 @@ def sharded(value: Any) -> list[bool]:
 
 
 def search(pool: RankPool, seed: int, numbers: range, seconds: float = 1e9) -> tuple[int, list[str]]:
-    """How many cases were tried, and what was found."""
     began = time.monotonic()
     found = []
     tried = 0

@@ -63,16 +63,12 @@ def test_one_rank_is_saved(pool2: RankPool, tmp_path: Path, form: str) -> None:
 
 
 class RenamedCopies(AdamModule):
-    """Saves copies of its tensors under other names."""
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super().state_dict(*args, **kwargs)
         return {name.replace("model.", "net.", 1): value.clone() for name, value in state.items()}
 
 
 class KnowsItsNames(RenamedCopies):
-    """And loads them."""
-
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         state = {name.replace("net.", "model.", 1): value for name, value in state_dict.items()}
         return super().load_state_dict(state, *args, **kwargs)

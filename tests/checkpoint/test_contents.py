@@ -11,13 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from tests.checkpoint.checkpoints import FORMS, AdamModule, Saves, fit, forms
+from tests.checkpoint.checkpoints import FORMS, AdamModule, Saves, fit
 from tests.rank_pool import RankPool
-
-
-def _described(value: Tensor) -> Any:
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return type(value).__name__, value.dtype, local.tolist()
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -36,110 +31,94 @@ def _tensors() -> dict[str, Tensor]:
     }
 
 
-class WithViews(AdamModule):
-    """Buffers that are views of a special kind."""
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
+
+class WithViews(AdamModule):
     def __init__(self) -> None:
         super().__init__()
         for name in ("conjugate", "negative"):
             self.register_buffer(name, _tensors()[name])
 
 
-class KeepsTensors(Callback):
-    def __init__(self) -> None:
-        self.loaded: dict[str, Tensor] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return _tensors()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict
-
-
-def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors of a callback and buffers, as they are loaded."""
-    fit(options, WithViews(), callbacks=[KeepsTensors(), Saves("on_train_batch_end", 2, path)])
-    loaded = KeepsTensors()
-    module = WithViews()
-    module.conjugate.zero_(), module.negative.zero_()
-    fit(options, module, callbacks=[loaded], ckpt_path=path, max_epochs=1)
-    return loaded.loaded, {"conjugate": module.conjugate, "negative": module.negative}
-
-
-@pytest.mark.parametrize(
-    ("form", "in_background"),
-    [("shards", True), ("one_file_of_shards", False), ("replicated", True), ("replicated_directory", False)],
-)
-def test_tensors_of_all_kinds(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
-    """Views, those without storages, and those without values."""
-    options = {**FORMS[form], "async_checkpoint": in_background}
-    wanted = _tensors()
-    for of_callback, buffers in pool2.run(_save_tensors, options, str(tmp_path / "last.ckpt")):
-        for name, value in [*of_callback.items(), *buffers.items()]:
-            assert (value.shape, value.dtype, value.is_sparse) == (
-                wanted[name].shape,
-                wanted[name].dtype,
-                wanted[name].is_sparse,
-            )
-            if not wanted[name].is_meta:
-                assert torch.equal(value.to_dense(), wanted[name].to_dense()), name
-        assert of_callback.keys() == wanted.keys()
-
-
-class Collects(Callback):
-    """Shards in lists, under other names and in other shapes, and collections of other classes."""
+class Keeps(Callback):
+    """Tensors of all kinds, shards in lists and in other shapes, and collections of other classes."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
+        self.has_loaded = False
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        weight = pl_module.model.head.weight.detach()
-        self.state = {
-            "listed": [weight + 1, (weight.float(),)],
-            "other": {"name": weight * 2, 3: weight[0] * 1},
-            "counts": Counter(batches=2),
-            "factory": defaultdict(int, seen=3),
-            "pair": Pair(weight + 3, 4),
-        }
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.has_loaded:
+            weight = pl_module.model.head.weight.detach()
+            self.state = {
+                **_tensors(),
+                "listed": [weight + 1, (weight.float(),)],
+                "other": {"name": weight * 2, 3: weight[0] * 1},
+                "counts": Counter(batches=2),
+                "factory": defaultdict(int, seen=3),
+                "pair": Pair(weight + 3, 4),
+            }
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state = state_dict
+        self.has_loaded = True
 
 
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    first: Any
-    second: Any
-
-
-def _as_plain_data(value: Any) -> Any:
+def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _described(value)
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        values = None if whole.is_meta else whole.to_dense().tolist()
+        return whole.dtype, whole.shape, whole.is_sparse, values
     if isinstance(value, dict):
-        return type(value).__name__, {key: _as_plain_data(item) for key, item in value.items()}
+        return type(value).__name__, {key: _described(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, [_as_plain_data(item) for item in value]
+        return type(value).__name__, [_described(item) for item in value]
     return value
 
 
-def _collect(options: dict[str, Any], path: str) -> tuple[Any, Any]:
-    saved = Collects()
-    loaded = Collects()
-    trainer, _ = fit(options, callbacks=[saved])
-    trainer.save_checkpoint(path)
-    loaded.on_train_end = lambda *_: None
-    fit(options, callbacks=[loaded], ckpt_path=path, max_epochs=1, weights_only=False)
-    return _as_plain_data(saved.state), _as_plain_data(loaded.state)
+def _save_and_load(options: dict[str, Any], path: str) -> tuple[list[Any], str]:
+    """What a callback and buffers hold when they are saved and when they are loaded, and the class of loaded shards."""
+    described = []
+    for settings in (
+        {"callbacks": [Keeps(), Saves("on_train_batch_end", 2, path)]},
+        {"callbacks": [Keeps()], "ckpt_path": path, "max_epochs": 1, "weights_only": False},
+    ):
+        module = WithViews()
+        if described:
+            module.conjugate.zero_(), module.negative.zero_()
+        fit(options, module, **settings)
+        described.append(_described([settings["callbacks"][0].state, module.conjugate, module.negative]))
+    return described, type(settings["callbacks"][0].state["listed"][0]).__name__
 
 
-@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
-def test_collections_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Come back as they were: a Counter has counted no twice, a list of shards holds shards."""
-    for saved, loaded in pool2.run(_collect, FORMS[form], str(tmp_path / "last.ckpt")):
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("form", "in_background"),
+    [
+        ("shards", True),
+        ("one_file_of_shards", False),
+        ("replicated", False),
+        pytest.param(
+            "replicated",
+            True,
+            marks=pytest.mark.xfail(strict=True, reason="copies of tensors without values"),
+        ),
+        ("replicated_directory", False),
+    ],
+)
+def test_what_callbacks_keep(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+    """Comes back as it was: a Counter has counted no twice, a list of shards has shards, of a file whole tensors."""
+    options = {**FORMS[form], "async_checkpoint": in_background}
+    for (saved, loaded), kind in pool2.run(_save_and_load, options, str(tmp_path / "last.ckpt")):
         assert saved == loaded
-        assert loaded[1]["counts"] == ("Counter", {"batches": 2})
-        assert loaded[1]["listed"][1][0][0] == ("Tensor" if "replicated" in form else "Shard")
+        state = loaded[1][0][1]
+        assert state.keys() >= _tensors().keys()
+        assert state["negative"] == _described(_tensors()["negative"])
+        assert state["counts"] == ("Counter", {"batches": 2})
+        assert kind == ("Shard" if form == "shards" else "Tensor")

@@ -28,7 +28,6 @@ from tests.trainer.runs import CASE, make_trainer
 
 
 def damage(path: Path, how: str, generator: random.Random) -> None:
-    """Delete, empty, cut or change one bit of a file."""
     content = bytearray(path.read_bytes())
     if how == "delete":
         path.unlink()
@@ -147,8 +146,6 @@ def test_damage_is_found_in_every_way(pool2: RankPool, tmp_path: Path, form: str
 
 
 class RunsCode:
-    """Would run code when it is loaded."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -231,41 +228,6 @@ class OtherModule(AdamModule):
         return [super().configure_optimizers()["optimizer"]]
 
 
-def _load_into_others(
-    options: dict[str, Any], folder: str, other: Any, changes: list[str]
-) -> list[tuple[str, str, bool]]:
-    """For each change: the message, and whether the module is as it was; the last one of shards through a whole fit."""
-    path = f"{folder}/other.ckpt"
-    outcomes = []
-    save(options, path)
-
-    def fit(module: AdamModule) -> None:
-        make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)
-
-    for change in changes:
-        module = other(change)
-        before = full_weights(module.model)
-        load = partial(fill, options, path)
-        if options == FORMS["shards"] and change == changes[-1]:
-            load = fit
-        with pytest.raises(CheckpointError) as raised:
-            load(module)
-        after = full_weights(module.model)
-        is_unchanged = all(torch.equal(value, after[name]) for name, value in before.items())
-        outcomes.append((change, str(raised.value), is_unchanged))
-    return outcomes
-
-
-@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
-def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Names the checkpoint, the ranks, and what is missing, left over or of another shape."""
-    names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
-    for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherModule, list(names)):
-        for change, message, _ in outcomes:
-            assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: rank 0, rank 1: ")
-            assert names[change] in message
-
-
 class OtherOptimizer(AdamModule):
     """Has other groups, fewer parameters, or a second optimizer."""
 
@@ -278,27 +240,62 @@ class OtherOptimizer(AdamModule):
         first, *others = self.parameters()
         if self.change == "groups":
             return [torch.optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.1}])]
-        if self.change == "fewer":
+        if self.change == "less":
             return [torch.optim.AdamW(others)]
         return [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
 
 
+CHANGES: dict[str, tuple[Any, str]] = {
+    "more": (OtherModule, "model.more.weight"),
+    "fewer": (OtherModule, "model.norm.weight"),
+    "shape": (OtherModule, "model.head.weight"),
+    "groups": (OtherOptimizer, "or in other groups, than when it was saved (saved or trained alone: none"),
+    "less": (
+        OtherOptimizer,
+        "trains other parameters, or in other groups, than when it was saved (saved or trained alone:"
+        " model.embedding.weight",
+    ),
+    "second": (OtherOptimizer, "it holds 1 optimizers, and this run has 2"),
+}
+
+
+def _load_into_others(options: dict[str, Any], folder: str) -> dict[str, tuple[str, bool]]:
+    """For each change: the message, and whether the module is as it was; the last one of shards through a whole fit."""
+    path = f"{folder}/other.ckpt"
+    outcomes = {}
+    save(options, path)
+
+    def fit(module: AdamModule) -> None:
+        make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)
+
+    for change, (kind, _) in CHANGES.items():
+        module = kind(change)
+        before = full_weights(module.model)
+        load = partial(fill, options, path)
+        if options == FORMS["shards"] and change in ("shape", "second"):
+            load = fit
+        with pytest.raises(CheckpointError) as raised:
+            load(module)
+        after = full_weights(module.model)
+        is_unchanged = all(torch.equal(value, after[name]) for name, value in before.items())
+        outcomes[change] = str(raised.value), is_unchanged
+    return outcomes
+
+
 @pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
-def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Moments and settings would be dropped silently, or missing in the first step."""
-    others = "optimizer 0 trains other parameters, or in other groups, than when it was saved"
-    expected = {
-        "groups": f"{others} (saved or trained alone: none",
-        "fewer": f"{others} (saved or trained alone: model.embedding.weight",
-        "second": "it holds 1 optimizers, and this run has 2",
-    }
-    for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherOptimizer, list(expected)):
-        for change, message, is_unchanged in outcomes:
-            assert message.startswith(
-                f"Cannot load {tmp_path}/other.ckpt: rank 0, rank 1: {expected[change]}"
-            )
-            assert ": configure the optimizers that the run was saved with" in message
-            assert is_unchanged
+def test_checkpoint_of_another_run(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Names the checkpoint, the ranks, and what is missing, left over, of another shape or trained otherwise.
+
+    Else moments and settings would be dropped silently, or missing in the first step.
+    """
+    for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path)):
+        for change, (kind, told) in CHANGES.items():
+            message, is_unchanged = outcomes[change]
+            assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: rank 0, rank 1: ")
+            assert told in message
+            if kind is OtherOptimizer:
+                assert ": configure the optimizers that the run was saved with" in message
+                assert is_unchanged
 
 
 def _read_places(path: str) -> list[tuple[str, int]]:

@@ -47,8 +47,6 @@ SMALL = "2KB"
 
 
 class TiedLlama(OwnLoss):
-    """What the command line makes a model of."""
-
     def __init__(self) -> None:
         super().__init__(tied_llama())
 
@@ -182,6 +180,9 @@ def test_dtype(tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    assert ModelExport("out", dtype="bfloat16")._options["dtype"] == torch.bfloat16
+    with pytest.raises(AttributeError, match="has no attribute 'bf16'"):
+        ModelExport("out", dtype="bf16")
 
 
 @pytest.mark.parametrize(
@@ -273,26 +274,24 @@ def test_refusals(tmp_path: Path) -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     llama = OwnLoss(tied_llama())
-    with pytest.raises(
-        CheckpointError, match=r"ModelModule holds no model of transformers or PEFT.*consolidate"
-    ):
-        export_hugging_face(ModelModule(TinyDecoder(seed=1)), tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"PeftModelForCausalLM has.*adapter_only.*merge_and_unload"):
-        export_hugging_face(OwnLoss(lora_llama()), tmp_path / "out")
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM has no PEFT adapters"):
-        export_hugging_face(llama, tmp_path / "out", adapter_only=True)
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(CheckpointError, match="computes the parameters of prompt tuning"):
-        export_hugging_face(get_peft_model(tied_llama(), prompts), tmp_path / "out", adapter_only=True)
     teacher = OwnLoss(tied_llama())
     teacher.teacher = untied_gpt2()
-    for prefix in (None, "other", "model.model"):
-        with pytest.raises(
-            CheckpointError, match=r"--key .*: model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
-        ):
-            export_hugging_face(teacher, tmp_path / "out", prefix=prefix)
-    with pytest.raises(CheckpointError, match="is not local"):
-        export_hugging_face(llama, "memory://out")
+    which = r"--key .*: model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    prompted = get_peft_model(tied_llama(), prompts)
+    plain = ModelModule(TinyDecoder(seed=1))
+    out = tmp_path / "out"
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (plain, out, {}, "ModelModule holds no model of transformers or PEFT.*consolidate"),
+        (OwnLoss(lora_llama()), out, {}, "PeftModelForCausalLM has.*adapter_only.*merge_and_unload"),
+        (llama, out, {"adapter_only": True}, "LlamaForCausalLM has no PEFT adapters"),
+        (prompted, out, {"adapter_only": True}, "computes the parameters of prompt tuning"),
+        *((teacher, out, {"prefix": prefix}, which) for prefix in (None, "other", "model.model")),
+        (llama, "memory://out", {}, "is not local"),
+    ]
+    for module, path, options, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            export_hugging_face(module, path, **options)
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists: remove it, or choose another path"):
@@ -396,12 +395,6 @@ def test_a_fit_that_could_not_export_does_not_begin(pool2: RankPool, tmp_path: P
         assert "temperature" in message
 
 
-def test_dtypes_by_name() -> None:
-    assert ModelExport("out", dtype="bfloat16")._options["dtype"] == torch.bfloat16
-    with pytest.raises(AttributeError, match="has no attribute 'bf16'"):
-        ModelExport("out", dtype="bf16")
-
-
 def _export_on_rank_zero(path: str) -> None:
     if dist.get_rank() == 1:
         time.sleep(1)
@@ -415,5 +408,5 @@ def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_export_on_rank_zero, str(tmp_path / "model"))
     message = caught.value.failures[0].splitlines()[-1]
-    assert "('export_hugging_face') for ranks 1:" in message
+    assert "('export_hugging_face') for ranks 1: stopped, dead" in message
     assert not list(tmp_path.iterdir())

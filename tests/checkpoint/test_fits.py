@@ -26,10 +26,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": True},
     "ddp": {"data_parallel": "ddp"},
 }
-SOME_ENGINES = [
-    pytest.param(options, id=name, marks=() if name in ("kept", "ddp") else pytest.mark.sweep)
-    for name, options in ENGINES.items()
-]
 
 
 class Unscheduled(AdamModule):
@@ -55,7 +51,7 @@ def _resume(options: dict[str, Any], folder: str) -> tuple[Any, ...]:
     return full_weights(resumed.model), full_weights(uninterrupted.model), path.is_dir(), path.is_file()
 
 
-@pytest.mark.parametrize("options", SOME_ENGINES)
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_resumes_where_it_stopped(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Weights, optimizer state, schedule and counters come back; a sharded model writes a directory, DDP one file."""
     for resumed, uninterrupted, is_directory, is_file in pool2.run(_resume, options, str(tmp_path)):
@@ -75,7 +71,7 @@ def _save_before_the_first_step(
     return full_weights(saving.model), full_weights(module.model)
 
 
-@pytest.mark.parametrize("options", SOME_ENGINES)
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_saving_before_the_first_step_changes_nothing(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -84,24 +80,6 @@ def test_saving_before_the_first_step_changes_nothing(
     for weights, validated in pool2.run(_save_before_the_first_step, options, str(tmp_path)):
         assert deviation(weights, expected) <= 1e-11
         assert deviation(validated, full_weights(AdamModule().model)) == 0
-
-
-def _resume_from_the_start(
-    options: dict[str, Any], folder: str
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    path = Path(folder) / "start.ckpt"
-    _, saving = _fit(options, Unscheduled(), callbacks=[Saves("on_train_start", 1, path)])
-    _, resumed = _fit(options, Unscheduled(OTHER_SEED), ckpt_path=path)
-    return full_weights(saving.model), full_weights(resumed.model)
-
-
-@pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
-def test_resumes_from_before_the_first_step(
-    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """An optimizer without state is saved and resumed without state, as the learning rate finder and others need."""
-    for saving, resumed in pool2.run(_resume_from_the_start, options, str(tmp_path)):
-        assert deviation(resumed, saving) <= TOLERANCE
 
 
 def _fit_with_the_trainers_own_checkpointing(folder: str) -> tuple[str, bool]:
@@ -131,7 +109,6 @@ def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
 def test_a_missing_checkpoint_raises_on_every_rank(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):
         assert "missing.ckpt" in message
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +30,13 @@ KILLS_EACH = 30
 NUM_STEPS = 400
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One run and its end.
-
-    Attributes:
-        options: Of the strategy.
-        save_last: Of ``ModelCheckpoint``.
-        victims: Ranks to kill, of two.
-        delay_s: How long after the first complete checkpoint.
-    """
-
-    options: dict[str, Any]
-    save_last: Any
-    victims: tuple[int, ...]
-    delay_s: float
-
-    @classmethod
-    def draw(cls, seed: int, options: dict[str, Any]) -> Kill:
-        """A random one."""
-        generator = random.Random(seed)
-        return cls(
-            options,
-            save_last=generator.choice([True, "link"]),
-            victims=generator.choice([(0,), (1,), (0, 1)]),
-            delay_s=generator.uniform(0, 1.5),
-        )
-
-
-def _train(rank: int, kill: Kill, folder: str) -> None:
+def _train(rank: int, options: dict[str, Any], save_last: Any, folder: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    callback = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=1, save_last=kill.save_last)
+    callback = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=1, save_last=save_last)
     fit(
-        {**kill.options, "timeout": 0.1},
+        {**options, "timeout": 0.1},
         callbacks=[callback],
         enable_checkpointing=True,
         max_epochs=-1,
@@ -73,11 +44,16 @@ def _train(rank: int, kill: Kill, folder: str) -> None:
     )
 
 
-def run_and_kill(kill: Kill, folder: Path) -> None:
-    """Train on two ranks until a checkpoint is complete and the time has come; then kill, and wait for the end."""
+def run_and_kill(seed: int, options: dict[str, Any], folder: Path) -> None:
+    """Train on two ranks until a checkpoint is complete; a random time later kill one or both, and wait for the end."""
+    generator = random.Random(seed)
+    save_last = generator.choice([True, "link"])
+    victims = generator.choice([(0,), (1,), (0, 1)])
+    delay_s = generator.uniform(0, 1.5)
     (folder / "saved").mkdir()
     ranks = [
-        forked().Process(target=_train, args=(rank, kill, str(folder)), daemon=True) for rank in range(2)
+        forked().Process(target=_train, args=(rank, options, save_last, str(folder)), daemon=True)
+        for rank in range(2)
     ]
     for process in ranks:
         process.start()
@@ -86,8 +62,8 @@ def run_and_kill(kill: Kill, folder: Path) -> None:
         assert time.monotonic() < deadline, "no checkpoint came"
         assert all(process.is_alive() for process in ranks), "a rank ended by itself"
         time.sleep(0.005)
-    time.sleep(kill.delay_s)
-    for victim in kill.victims:
+    time.sleep(delay_s)
+    for victim in victims:
         ranks[victim].kill()
     for process in ranks:
         process.join(60)
@@ -149,7 +125,7 @@ def check(folder: Path, expected: list[dict[str, Tensor]]) -> int:
 
 def kill_once(seed: int, form: str, folder: Path, expected: list[dict[str, Tensor]]) -> tuple[int, int]:
     folder.mkdir()
-    run_and_kill(Kill.draw(seed, FORMS[form]), folder)
+    run_and_kill(seed, FORMS[form], folder)
     return check(folder / "saved", expected), len(leftovers(folder / "saved"))
 
 
@@ -157,7 +133,6 @@ def kill_once(seed: int, form: str, folder: Path, expected: list[dict[str, Tenso
     "form", ["shards_in_background", pytest.param("replicated", marks=pytest.mark.sweep)]
 )
 def test_kill(tmp_path: Path, expected: list[dict[str, Tensor]], form: str) -> None:
-    """Once by default."""
     kill_once(1, form, tmp_path / "run", expected)
 
 

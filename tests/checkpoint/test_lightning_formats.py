@@ -94,7 +94,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def _save_with(kind: str, path: str) -> None:
+def save_with(kind: str, path: str) -> None:
     strategy, module = FOREIGN[kind]()
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, batches())
@@ -109,7 +109,7 @@ def _go_on(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[
 def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """Weights, moments, schedule and counters come over, into either engine."""
     path = tmp_path / "foreign.ckpt"
-    pool2.run(_save_with, kind, str(path))
+    pool2.run(save_with, kind, str(path))
     for options in ENGINES.values():
         for weights, expected in pool2.run(_go_on, options, str(path)):
             assert deviation(weights, expected) <= TOLERANCE
@@ -128,7 +128,7 @@ def test_weights_of_shards_of_model_parallel(pool2: RankPool, tmp_path: Path) ->
         kind: tmp_path / f"{kind}.ckpt" for kind in ("model parallel, shards", "model parallel, one file")
     }
     for kind, path in paths.items():
-        pool2.run(_save_with, kind, str(path))
+        pool2.run(save_with, kind, str(path))
     shards, file = paths.values()
     expected = torch.load(file, weights_only=True)["state_dict"]
     for weights, message in pool2.run(_read_weights, str(shards)):
@@ -146,7 +146,7 @@ def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
     """
     paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", "one file")}
     for each, path in paths.items():
-        pool2.run(_save_with, f"fsdp, {each}", str(path))
+        pool2.run(save_with, f"fsdp, {each}", str(path))
         assert path.is_dir() == (each == "shards")
     with pytest.raises(
         CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"

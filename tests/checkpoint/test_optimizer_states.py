@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError
-from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint import optimizers
-from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit, forms
+from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit, forms, save
 from tests.checkpoint.optimizers import Module
+from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE
@@ -31,21 +31,6 @@ def _resume(options: dict[str, Any], kind: Any, path: str) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
-def _assert_resumes(
-    pool: RankPool, saving: dict[str, Any], resuming: dict[str, Any], kind: Any, path: Path
-) -> None:
-    expected = pool.run(_save, saving, kind, str(path))[0]
-    for weights in pool.run(_resume, resuming, kind, str(path)):
-        assert deviation(weights, expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated_directory"))
-@pytest.mark.every_case
-def test_everything_comes_back(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Keys that are no tensors, own entries, names with dots, nesting, lists, whole tensors."""
-    _assert_resumes(pool2, FORMS[form], FORMS[form], optimizers.Everything, tmp_path / "last.ckpt")
-
-
 @pytest.mark.parametrize(
     ("saving", "resuming", "kind"),
     [
@@ -58,17 +43,10 @@ def test_everything_comes_back(pool2: RankPool, tmp_path: Path, form: str) -> No
 def test_under_the_other_engine(
     pool2: RankPool, tmp_path: Path, saving: str, resuming: str, kind: Any
 ) -> None:
-    """Whole tensors become shards, and the reverse."""
-    _assert_resumes(pool2, FORMS[saving], FORMS[resuming], kind, tmp_path / "last.ckpt")
-
-
-def test_consolidated(pool2: RankPool, tmp_path: Path) -> None:
-    """One file that is made of a directory holds the same."""
-    path = tmp_path / "last.ckpt"
-    whole = tmp_path / "whole.ckpt"
-    expected = pool2.run(_save, FORMS["shards"], optimizers.Lookahead, str(path))[0]
-    assert main(["consolidate", str(path), str(whole)]) == 0
-    for weights in pool2.run(_resume, FORMS["one_file_of_shards"], optimizers.Lookahead, str(whole)):
+    """Whole tensors become shards, and the reverse; the search draws more states."""
+    path = str(tmp_path / "last.ckpt")
+    expected = pool2.run(_save, FORMS[saving], kind, path)[0]
+    for weights in pool2.run(_resume, FORMS[resuming], kind, path):
         assert deviation(weights, expected) <= TOLERANCE
 
 
@@ -101,25 +79,13 @@ def test_what_could_not_be_loaded_is_refused(pool2: RankPool, tmp_path: Path, ki
     assert not path.exists()
 
 
-def _save_as_adam(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    trainer, _ = fit(options, AdamModule())
-    trainer.save_checkpoint(path)
-    return full_weights(fit(options, AdamModule(), max_epochs=2)[1].model)
-
-
-def _resume_other_notes(options: dict[str, Any], path: str) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        fit(options, AdamModule(), ckpt_path=path, max_epochs=2)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
     "what", ["local", "lightning_automodel_shards", "lightning_automodel_parameter_names"]
 )
 def test_files_of_earlier_commits(pool2: RankPool, tmp_path: Path, what: str) -> None:
     """Plain tensors of a rank's part, lists of shards, names beside numbered states: named, with the remedy."""
     path = tmp_path / "last.ckpt"
-    pool2.run(_save_as_adam, FORMS["one_file_of_shards"], str(path))
+    pool2.run(save, FORMS["one_file_of_shards"], str(path))
     content = torch.load(path, weights_only=True)
     if what == "local":
         key = "state.model.head.weight.exp_avg"
@@ -127,7 +93,7 @@ def test_files_of_earlier_commits(pool2: RankPool, tmp_path: Path, what: str) ->
     else:
         content[what] = []
     torch.save(content, path)
-    for message in pool2.run(_resume_other_notes, FORMS["one_file_of_shards"], str(path)):
+    for message in pool2.run(opened, FORMS["one_file_of_shards"], str(path)):
         assert "an earlier commit of lightning_automodel 0.2 has written it" in message
         assert "load_from_checkpoint" in message
 
@@ -158,7 +124,6 @@ class KeepsPrecision(torch.optim.SGD):
 
 
 def _kept(state: dict[str, Any]) -> list[Any]:
-    """Plain data of an optimizer's state."""
     found = []
     for value in state.values():
         if isinstance(value, Tensor):
@@ -185,8 +150,6 @@ def test_states_are_not_cast(pool2: RankPool, tmp_path: Path, form: str) -> None
 
 
 class Wide(HalfModule):
-    """With parameters of another precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model.double()

@@ -39,7 +39,6 @@ MEAN = {"per_token_loss": False}
 
 
 def plain_trainer(**kwargs: Any) -> Trainer:
-    """In this process, on one device."""
     return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **SILENT, **kwargs)
 
 
@@ -147,8 +146,6 @@ class Renamed(AdamModule):
 
 
 class Replaced(Renamed):
-    """Puts a new dict in the place of the old."""
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = {**checkpoint["state_dict"]}
         checkpoint["state_dict"] = {
@@ -179,39 +176,6 @@ def test_edits_of_the_state_dict(pool2: RankPool, tmp_path: Path, kind: type[Ren
         assert seen == noted
 
 
-class Changes(AdamModule):
-    """Changes a weight as it resumes, and looks at the state again where callbacks do."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"]["model.norm.weight"] += 0.5
-
-
-class Looks(Callback):
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.seen = {name: value.sum().item() for name, value in checkpoint["state_dict"].items()}
-
-
-def _resume_changed(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    module = Changes(CASE.seed + 2)
-    looks = Looks()
-    if options.get("plain"):
-        trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=[looks])
-        trainer.fit(module, batches(), ckpt_path=path)
-    else:
-        fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=[looks])
-    return full_weights(module.model), looks.seen
-
-
-def test_training_goes_on_from_an_edit(pool2: RankPool, tmp_path: Path) -> None:
-    """With optimizers, whose states are read as ever."""
-    path = tmp_path / "last.ckpt"
-    pool2.run(save, MEAN, str(path))
-    expected, seen_plainly = _resume_changed({"plain": True}, consolidated(path))
-    for found, seen in pool2.run(_resume_changed, {}, str(path)):
-        assert deviation(found, expected) <= TOLERANCE
-        assert seen == seen_plainly
-
-
 def _keys(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Of parameters in a saved optimizer, which has their names or numbers them."""
     names = [name for name, _ in AdamModule().named_parameters()]
@@ -219,7 +183,8 @@ def _keys(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _change(checkpoint: dict[str, Any]) -> None:
-    """In place: a moment, an option, and one parameter's state is removed."""
+    """In place: a weight, a moment, an option, and one parameter's state is removed."""
+    checkpoint["state_dict"]["model.norm.weight"] += 0.5
     (optimizer,) = checkpoint["optimizer_states"]
     keys = _keys(optimizer)
     optimizer["state"][keys["model.head.weight"]]["exp_avg"].mul_(3)
@@ -238,7 +203,6 @@ def _replace(checkpoint: dict[str, Any]) -> None:
 
 
 def _empty(checkpoint: dict[str, Any]) -> None:
-    """Optimizers start afresh."""
     checkpoint["optimizer_states"] = []
 
 
@@ -253,39 +217,43 @@ class EditsOptimizers(AdamModule):
 
 
 class EditsLater(Callback):
-    """Lightning calls it when the module is loaded, before optimizers are."""
+    """Lightning calls it when the module is loaded, before optimizers are; it looks at the state first."""
 
-    def __init__(self, edit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, edit: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.edit = edit
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.edit(checkpoint)
+        self.seen = {name: value.sum().item() for name, value in checkpoint.get("state_dict", {}).items()}
+        if self.edit is not None:
+            self.edit(checkpoint)
 
 
-def _resume_edited(options: dict[str, Any], path: str) -> list[dict[str, Tensor]]:
-    """Weights after each edit."""
-    found: list[dict[str, Tensor]] = []
-    modules = [EditsOptimizers(_change), EditsOptimizers(), EditsOptimizers()]
-    for module, callbacks in zip(modules, ([], [EditsLater(_replace)], [EditsLater(_empty)]), strict=True):
+def _resume_edited(options: dict[str, Any], path: str) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    """Weights after each edit, and what a callback has seen of the state."""
+    found = []
+    for edit, later in ((_change, None), (None, _replace), (None, _empty)):
+        module = EditsOptimizers(edit)
+        callback = EditsLater(later)
         if options.get("plain"):
-            trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks)
+            trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=[callback])
             trainer.fit(module, batches(), ckpt_path=path)
         else:
-            fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=callbacks)
-        found.append(full_weights(module.model))
+            fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=[callback])
+        found.append((full_weights(module.model), callback.seen))
     return found
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
-def test_edits_of_optimizer_states(pool2: RankPool, tmp_path: Path, form: str) -> None:
+def test_training_goes_on_from_edits(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Of what the hooks leave, what they did not touch is read as shards."""
     path = tmp_path / "last.ckpt"
     pool2.run(save, {**FORMS[form], **MEAN}, str(path))
     expected = _resume_edited({"plain": True}, consolidated(path) if path.is_dir() else str(path))
     for found in pool2.run(_resume_edited, FORMS[form], str(path)):
-        for number, (weights, wanted) in enumerate(zip(found, expected, strict=True)):
-            assert deviation(weights, wanted) <= TOLERANCE, number
+        for (weights, seen), (wanted, seen_plainly) in zip(found, expected, strict=True):
+            assert deviation(weights, wanted) <= TOLERANCE
+            assert seen == seen_plainly
 
 
 class Wrong(AdamModule):
@@ -464,8 +432,6 @@ class Sized(nn.Module):
 
 
 class OnTheirOwn(AdamModule):
-    """One of each."""
-
     def __init__(self, is_old: bool = False) -> None:
         super().__init__(CASE.seed if is_old else CASE.seed + 2)
         self.resizes = Resizes()
@@ -527,7 +493,6 @@ class OwnIO(TorchCheckpointIO):
 
 
 def _use_plugin(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights that were saved and loaded."""
     plugins = [OwnIO(), LightningEnvironment()]
     trainer, module = fit(options, plugins=plugins)
     trainer.save_checkpoint(path)
@@ -558,12 +523,6 @@ def test_a_plugin_has_no_effect_on_directories(pool1: RankPool) -> None:
 # --- One device -------------------------------------------------------------------------------------------------------
 
 
-def _load_whole(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    module = AdamModule(CASE.seed + 2)
-    make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
-    return full_weights(module.model)
-
-
 def test_one_device_writes_one_file(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     """Which torch, plain Lightning and any layout read; a directory only where it was asked for."""
     path = tmp_path / "last.ckpt"
@@ -571,7 +530,7 @@ def test_one_device_writes_one_file(pool1: RankPool, pool2: RankPool, tmp_path: 
     assert path.is_file()
     state = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(state[f"model.{name}"], saved[name]) for name in saved)
-    for loaded in pool2.run(_load_whole, {}, str(path)):
+    for loaded in pool2.run(load_only, {}, str(path)):
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     pool1.run(save, {"save_distributed_checkpoint": True}, str(tmp_path / "directory.ckpt"))
     assert (tmp_path / "directory.ckpt").is_dir()

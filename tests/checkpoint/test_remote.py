@@ -24,13 +24,11 @@ from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import read_directory
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
-from tests.checkpoint.checkpoints import deviation, fit, load_only, resume, save, uninterrupted
+from tests.checkpoint.checkpoints import FORMS, deviation, fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import TOLERANCE
-
-FORMS: dict[str, dict[str, Any]] = {"shards": {}, "replicated": {"data_parallel": "ddp"}}
 
 
 class Stand(DirFileSystem):
@@ -69,7 +67,7 @@ def _go_on_from_a_stand(options: dict[str, Any], root: str) -> tuple[dict[str, T
         return resume(options, "stand://runs/last.ckpt"), uninterrupted(options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["shards", "replicated"])
 def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Saved twice in the same place, resumed, and nothing is left of the first save."""
     for resumed, through in pool2.run(_go_on_from_a_stand, FORMS[form], str(tmp_path)):
@@ -143,9 +141,8 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["shards", "replicated"])
 def test_web_server(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Loads what a web server gives."""
     saved = pool2.run(save, FORMS[form], str(tmp_path / "last.ckpt"))[0]
     with served(tmp_path) as url:
         for loaded in pool2.run(load_only, FORMS[form], f"{url}/last.ckpt"):

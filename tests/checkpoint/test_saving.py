@@ -26,7 +26,17 @@ from lightning_automodel.checkpoint import (
     shard_directory,
     single_file,
 )
-from tests.checkpoint.checkpoints import FORMS, AdamModule, files_of, fit, forms, leftovers, load_only, save
+from tests.checkpoint.checkpoints import (
+    ACCUMULATE,
+    FORMS,
+    AdamModule,
+    Saves,
+    fit,
+    forms,
+    leftovers,
+    load_only,
+    save,
+)
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT, full_weights
 
@@ -142,18 +152,24 @@ def slow_writing(recorder: SavesEachStep) -> Iterator[None]:
 
 def _save_while_training(
     options: dict[str, Any], folder: str
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights when a save began and those that it holds, by path; the first save waits for a later step."""
+) -> tuple[dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]], list[Any]]:
+    """Weights when a save began and those that it holds, by path; the first save waits for a later step.
+
+    And the threads that are left.
+    """
     recorder = SavesEachStep(Path(folder))
     with slow_writing(recorder):
-        fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
-    return {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
+        trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
+    left = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
+    saved = {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
+    return saved, [*left, trainer.strategy._saver._thread]
 
 
 @pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """It holds what the weights were when the save began; the last one is on disk when `fit` returns."""
-    for saved in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
+    for saved, left in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
+        assert left == [None]
         assert len(saved) == 4
         for weights, loaded in saved.values():
             assert all(torch.equal(weights[name], loaded[name]) for name in weights)
@@ -192,42 +208,27 @@ def failing_writes() -> Iterator[None]:
         yield
 
 
-def _fail_in_background(options: dict[str, Any], path: str, at_step: int) -> tuple[str, int]:
-    callback = SavesOnce(Path(path), at_step)
+def _fail_in_background(options: dict[str, Any], path: str, epochs: int) -> tuple[str, int]:
+    callback = SavesOnce(Path(path), at_step=2)
     with failing_writes(), pytest.raises(RuntimeError) as raised:
-        fit({**options, "async_checkpoint": True}, callbacks=[callback], max_epochs=500)
+        fit({**options, "async_checkpoint": True}, callbacks=[callback], max_epochs=epochs)
     return str(raised.value), callback.batches_after
 
 
-@pytest.mark.parametrize("form", forms("shards", "replicated"))
-def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Is raised in one of the next steps, on every rank, and the older checkpoint is whole."""
+@pytest.mark.each_value
+@pytest.mark.parametrize("epochs", [500, 1], ids=["in a step", "of the last save"])
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str, epochs: int) -> None:
+    """Is raised in one of the next steps, or by `fit`, on every rank, and the older checkpoint is whole."""
     path = str(tmp_path / "last.ckpt")
     saved = pool2.run(save, FORMS[form], path)[0]
-    for message, batches_after in pool2.run(_fail_in_background, FORMS[form], path, 2):
+    for message, batches_after in pool2.run(_fail_in_background, FORMS[form], path, epochs):
         assert "No space left on device" in message
         assert path in message
         assert batches_after == 1
     for loaded in pool2.run(load_only, FORMS[form], path):
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
-    callback = SavesOnce(Path(folder) / "last.ckpt", at_step=2)
-    with failing_writes(), pytest.raises(RuntimeError) as raised:
-        fit({**options, "async_checkpoint": True}, callbacks=[callback])
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("form", forms("replicated"))
-def test_failure_of_the_last_save_ends_the_run_with_an_error(
-    pool2: RankPool, tmp_path: Path, form: str
-) -> None:
-    """`fit` does not return as if all were well, on any rank."""
-    for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):
-        assert "No space left on device" in message
-    assert list(tmp_path.iterdir()) == []
 
 
 def _keep_the_newest(
@@ -277,23 +278,6 @@ def test_the_newest_is_kept_until_a_newer_one_is_there(
     assert leftovers(tmp_path) == []
 
 
-def _save_again_and_again(options: dict[str, Any], folder: str) -> tuple[bool, int]:
-    recorder = SavesEachStep(Path(folder))
-    trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
-    threads = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
-    saver = trainer.strategy._saver
-    return saver._thread is None, len(threads)
-
-
-@pytest.mark.parametrize("form", forms("shards"))
-def test_nothing_is_left_running(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """No thread, no memory."""
-    for is_closed, num_threads in pool2.run(_save_again_and_again, FORMS[form], str(tmp_path)):
-        assert is_closed
-        assert num_threads == 0
-    assert len([path for path in tmp_path.iterdir() if files_of(path)]) == 4
-
-
 def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     """Both keep one, in the same directory, under the same names."""
     callbacks = [ModelCheckpoint(dirpath=folder, every_n_train_steps=number) for number in (1, 2)]
@@ -314,22 +298,10 @@ def test_two_callbacks_do_not_share_a_file(
         assert first != second
 
 
-BARRIER = "barrier 'save_checkpoint', which every rank must reach (call it on every rank)"
-
-
-class SavesOnRankZero(Callback):
-    """The mistake that other strategies forgive."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 1 and dist.get_rank() == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def _save_on_one_rank(options: dict[str, Any], path: str) -> None:
-    fit({**options, "timeout": timedelta(seconds=2)}, callbacks=[SavesOnRankZero(path)], max_epochs=2)
+    """The mistake that other strategies forgive."""
+    callbacks = [Saves("on_train_batch_end", ACCUMULATE, path)] if dist.get_rank() == 0 else []
+    fit({**options, "timeout": timedelta(seconds=2)}, callbacks=callbacks, max_epochs=2)
 
 
 @pytest.mark.parametrize("form", ["shards", pytest.param("replicated", marks=pytest.mark.sweep)])
@@ -339,7 +311,9 @@ def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) 
         pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
     text = "".join(raised.value.failures.values())
     # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
-    assert any(what in text for what in (BARRIER, "pair closure", "closed by peer"))
+    assert any(
+        what in text for what in ("('save_checkpoint') for ranks 1:", "pair closure", "closed by peer")
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,8 +11,11 @@ FOUND = {
     "keys 0 and '0' beside each other": (1, 0),
     "classes of dicts in directories": (1, 5),
     "a tensor of the size of one rank's part": (1, 115),
+    "everything, in shards": (1, 64),
+    "everything, from one file into shards": (1, 116),
+    "everything, from replicas into shards": (1, 71),
 }
-"""Cases that once were wrong, by seed and number."""
+"""Cases that once were wrong, and some that have states in all places, by seed and number."""
 
 
 @pytest.mark.parametrize("case", FOUND)
@@ -25,6 +28,5 @@ def test_cases_that_were_found(pool2: RankPool, case: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_search(pool2: RankPool) -> None:
-    """Some hundred cases."""
     _, found = search(pool2, seed=2, numbers=range(300), seconds=1000)
     assert found == []

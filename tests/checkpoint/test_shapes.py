@@ -67,7 +67,6 @@ def _load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(pool2: RankPool) -> dict[str, Tensor]:
-    """Weights after two epochs without a stop."""
     return pool2.run(uninterrupted, DDP)[0]
 
 
@@ -87,13 +86,11 @@ PAIRS: dict[str, tuple[str, ...]] = {
     ("saving", "resuming"),
     [
         *PAIRS.items(),
-        *(
-            pytest.param(saving, tuple(RESUMING), marks=[pytest.mark.sweep, pytest.mark.timeout(900)])
-            for saving in SAVING
-        ),
+        *((saving, tuple(RESUMING)) for saving in SAVING),
     ],
     ids=[*PAIRS, *(f"{saving} to all" for saving in SAVING)],
 )
+@pytest.mark.timeout(900)
 def test_another_shape(
     pool2: RankPool,
     pool4: RankPool,
@@ -161,12 +158,9 @@ def _lazy(
         (FSDP2, FSDP2),
         (DDP, FSDP2),
         (ONE_FILE, DDP),
-        *(
-            pytest.param(*case, marks=pytest.mark.sweep)
-            for case in ((FSDP2, DDP), (DDP, DDP), (ONE_FILE, FSDP2))
-        ),
+        (FSDP2, DDP),
     ],
-    ids=["fsdp2", "ddp to fsdp2", "file to ddp", "fsdp2 to ddp", "ddp", "file to fsdp2"],
+    ids=["fsdp2", "ddp to fsdp2", "file to ddp", "fsdp2 to ddp"],
 )
 def test_state_that_is_not_there_yet(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]
@@ -220,9 +214,7 @@ def _weights_only(options: dict[str, Any], path: str) -> tuple[str, bool]:
     return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-@pytest.mark.parametrize(
-    "options", [FSDP2, pytest.param(ONE_FILE, marks=pytest.mark.sweep), DDP], ids=["fsdp2", "file", "ddp"]
-)
+@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP], ids=["fsdp2", "file", "ddp"])
 def test_weights_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Can be evaluated; a fit says why it cannot go on from them."""
     for message, is_equal in pool2.run(_weights_only, options, str(tmp_path / "weights.ckpt")):

@@ -146,8 +146,6 @@ def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: 
 
 
 class Pickles(AdamModule):
-    """Pickles a unit of itself in a hook."""
-
     def on_train_start(self) -> None:
         torch.save(self.model.blocks[0], io.BytesIO())
 
@@ -159,14 +157,12 @@ def _pickle() -> str:
 
 
 def test_pickling_a_sharded_module(pool2: RankPool) -> None:
-    """Says what to do instead."""
     for message in pool2.run(_pickle):
         assert message.startswith("A sharded module, of which this rank holds a part, cannot be pickled")
         assert "(torch: Can't pickle" in message
 
 
 def _timeout_in_the_background(options: dict[str, Any], folder: str) -> timedelta:
-    """Of the group that writes in the background."""
     saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
     trainer, _ = fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
     group = trainer.strategy._saver._host_group(in_background=True)

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def assert_refused(path: Path, capsys: pytest.CaptureFixture[str], message: str) -> None:
-    """By whatever opens checkpoints."""
     assert message in inspected(capsys, str(path), status=1)["problem"]
     with pytest.raises(CheckpointError) as raised:
         read_directory(str(path), None, None)
@@ -55,15 +54,6 @@ def test_what_is_no_regular_file(
     else:
         file.symlink_to("/dev/zero")
     assert_refused(tmp_path / "a.ckpt", capsys, f"{name} is not a regular file")
-
-
-@pytest.mark.timeout(60)
-def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "a.ckpt")
-    report = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)
-    assert "is not a regular file" in report["problem"]
-    with pytest.raises(CheckpointError, match="is not a regular file"):
-        open_tree(str(tmp_path / "a.ckpt"), None)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"crc32": 1}', "[" * 200_000])
@@ -161,6 +151,7 @@ DIRECTORIES: dict[str, tuple[Any, str]] = {
     ),
 }
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fifo": (os.mkfifo, "is not a regular file"),
     "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
     "before torch 1.6": (
         lambda path: path.write_bytes(pickle.dumps(1) * 4),
@@ -205,7 +196,6 @@ def test_forged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: s
 
 
 def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names are not obeyed."""
     torch.save({"state_dict": MODEL, "\x1b[2J\x9b1m\nform: x": 1}, tmp_path / "a.ckpt")
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
     assert '"\\u001b[2J\\u009b1m\\nform: x"' in capsys.readouterr().out
