@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
-from tests.callbacks.test_evaluation_loss import Evaluated, count_labels
+from tests.callbacks.test_evaluation_loss import count_labels
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Batch, TinyDecoder, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
@@ -128,20 +128,6 @@ def test_steps_are_not_windows_nor_batches(pool2: RankPool) -> None:
         assert never == []
 
 
-def _monitor_tensor_parallel() -> list[dict[str, Any]]:
-    monitor = StepMonitor(every_n_steps=1)
-    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=2), callbacks=[monitor])
-    trainer.fit(Evaluated(tensor_parallel=True), DataLoader(shares()[0][:2], batch_size=None))
-    return monitor.history
-
-
-def test_tensor_parallel_peers_count_once(pool2: RankPool) -> None:
-    """Each holds all tokens."""
-    for history in pool2.run(_monitor_tensor_parallel):
-        counts = [entry.get("train/label_tokens", 0) for entry in history]  # left out of a step without any
-        assert counts == list(map(count_labels, shares()[0][:2]))
-
-
 def test_another_strategy() -> None:
     """Only the learning rate is known under Lightning's own."""
     monitor = StepMonitor(every_n_steps=1)
@@ -166,7 +152,7 @@ class MeasuresFlops(LabelledModule):
 BATCH = micro_batches(CASE)[0][0]
 
 
-def _monitor_throughput(engine: str) -> list[dict[str, float]]:
+def _monitor_throughput() -> list[dict[str, float]]:
     recorder = Recorder()
     throughput = ThroughputMonitor(
         batch_size_fn=lambda batch: len(batch["input_ids"]),
@@ -174,27 +160,24 @@ def _monitor_throughput(engine: str) -> list[dict[str, float]]:
         window_size=2,
     )
     trainer = make_trainer(
-        AutomodelStrategy(data_parallel=engine),
+        AutomodelStrategy(),
         callbacks=[StepMonitor(every_n_steps=1), throughput],
         logger=recorder,
         log_every_n_steps=1,
         accumulate_grad_batches=2,
     )
-    trainer.fit(MeasuresFlops(), DataLoader([BATCH] * 8, batch_size=None))
+    trainer.fit(MeasuresFlops(), DataLoader([BATCH] * 4, batch_size=None))
     return recorder.logged
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_lightnings_throughput_monitor(pool2: RankPool, engine: str) -> None:
+def test_lightnings_throughput_monitor(pool2: RankPool) -> None:
     """Rank 0's samples and tokens, and the operations of all ranks a second, as its own times give them."""
     with FlopCounterMode(display=False) as counter:
         mean_loss(TinyDecoder(CASE.seed), BATCH).backward()
-    logged, of_other_rank = pool2.run(_monitor_throughput, engine)
+    logged, of_other_rank = pool2.run(_monitor_throughput)
     assert not any("train/samples" in metrics for metrics in of_other_rank)
     steps = [metrics for metrics in logged if "train/samples" in metrics]
-    assert [metrics["train/samples"] for metrics in steps] == [
-        n * len(BATCH["labels"]) for n in (2, 4, 6, 8)
-    ]
+    assert [metrics["train/samples"] for metrics in steps] == [n * len(BATCH["labels"]) for n in (2, 4)]
     for before, metrics in itertools.pairwise(steps):
         rate = metrics["train/device/batches_per_sec"]
         assert metrics["train/device/samples_per_sec"] == pytest.approx(rate * len(BATCH["labels"]))
