@@ -109,7 +109,8 @@ def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) ->
             return
         if _active:
             raise RuntimeError(
-                "A FirstRankPerNode block cannot be inside another one: leave that one first."
+                "A FirstRankPerNode block cannot be inside another one: leave that one first. With"
+                " first_rank_setup=True, `setup` hooks are in one already, and need none of their own."
             )
         _active.append(group)
         at_end.callback(_active.clear)
