@@ -104,11 +104,7 @@ def _save_and_load(options: dict[str, Any], path: str) -> tuple[list[Any], str]:
         ("shards", True),
         ("one_file_of_shards", False),
         ("replicated", False),
-        pytest.param(
-            "replicated",
-            True,
-            marks=pytest.mark.xfail(strict=True, reason="copies of tensors without values"),
-        ),
+        ("replicated", True),
         ("replicated_directory", False),
     ],
 )
