@@ -75,7 +75,7 @@ def test_trainings_again_and_again_in_one_process(tmp_path: Path) -> None:
     found = sorted((queue.get(timeout=5) for _ in processes), key=lambda counts: counts[-1]["sockets"])
     for counts in found:
         assert len(counts) == ROUNDS
-        # The system may close connections of the first round somewhat later.
-        assert all(count[each] <= counts[0][each] for count in counts for each in count), counts
+        # On a busy machine a connection may be closed somewhat later; what leaks is there at the end.
+        assert all(counts[-1][each] <= counts[0][each] for each in counts[0]), counts
     assert [counts[-1]["sockets"] for counts in found] == [0, 3]
     assert torch.get_num_threads() == 1
