@@ -231,7 +231,7 @@ class UnevenInputs:
     @property
     def is_filler(self) -> bool:
         """Whether this rank trains on a padding batch."""
-        return self.is_training and self._training_handle().is_filler
+        return self._trainer.training and self._training_handle().is_filler
 
     def num_with_data(self, group: dist.ProcessGroup) -> int:
         """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
