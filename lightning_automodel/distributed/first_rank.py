@@ -139,8 +139,7 @@ def _meetings(
         running.record.where = name
         running.start()
         at_end.callback(running.close)
-    end = f"the end of {name} {path}"
-    at_end.callback(meeting.linger, running.store, end, rank, members, LINGER_S)
+    at_end.callback(meeting.linger, running.store, path, rank, members, LINGER_S)
     try:
         entry = f"the entry to {name} {path}"
         own = node_of(rank)
@@ -153,7 +152,7 @@ def _meetings(
         yield rank == first
         if rank == first:
             running.meet(after_work, peers, None, LONGEST_WORK_S)
-        running.meet(end, members, None, LONGEST_WORK_S)
+        running.meet(f"the end of {name} {path}", members, None, LONGEST_WORK_S)
     except BaseException as error:
         with suppress(dist.DistError, OSError):
             meeting.post(running.store, RankFailure.from_exception(error, rank, name))
