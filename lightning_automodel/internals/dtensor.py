@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch._dynamo.trace_rules
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_any_only as tree_any_only
+from torch.utils._pytree import tree_all as tree_all
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -20,6 +21,14 @@ GRAD: Any = Tensor.grad
 
 plain_access: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is not called: what runs in it sees ordinary DTensors."""
+
+
+def _on_the_whole(_: Any) -> list[tuple[list[Any], list[Any]]]:
+    return [([Replicate()], [Replicate()])]
+
+
+# How torch's anomaly detection asks a gradient for NaN, for which `DTensor` has no rule.
+register_sharding(torch.ops.aten._is_any_true.default)(_on_the_whole)
 
 
 def part_of(tensor: DTensor) -> Tensor:

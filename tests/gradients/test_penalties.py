@@ -169,7 +169,20 @@ def _in_last() -> dict[str, Tensor]:
 def test_of_retained_parameters(pool2: RankPool) -> None:
     """Units once freed themselves within the backward that reads them last: a segmentation fault."""
     for weights in pool2.run(_in_last):
-        assert weight_error(Outcome(weights, None), plainly("norm", 2, only_in_last=True)) <= TOLERANCE
+        assert weight_error(Outcome(weights), plainly("norm", 2, only_in_last=True)) <= TOLERANCE
+
+
+def _while_detecting_anomalies() -> dict[str, Tensor]:
+    module = BeforeTheStep(filled_decoder())
+    trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=2, detect_anomaly=True)
+    trainer.fit(module, loader(WITHOUT_GAPS))
+    return full_weights(module)
+
+
+def test_anomaly_detection_looks_at_sharded_gradients(pool2: RankPool) -> None:
+    """``DTensor`` has no rule for how torch asks them for NaN."""
+    for weights in pool2.run(_while_detecting_anomalies):
+        assert weight_error(Outcome(weights), plainly("to an anchor", 2)) <= 1e-15
 
 
 def _before_the_step(options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
@@ -181,5 +194,5 @@ def _before_the_step(options: dict[str, Any], accumulate: int) -> dict[str, Tens
 def test_before_the_step(pool2: RankPool, options: dict[str, Any], accumulate: int) -> None:
     """What the error recommends is exact, under FSDP2 and DDP."""
     for weights in pool2.run(_before_the_step, options, accumulate):
-        error = weight_error(Outcome(weights, None), plainly("to an anchor", accumulate))
+        error = weight_error(Outcome(weights), plainly("to an anchor", accumulate))
         assert error <= 1e-15
