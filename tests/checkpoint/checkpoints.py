@@ -106,7 +106,7 @@ def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights, None), Outcome(expected, None))
+    return weight_error(Outcome(weights), Outcome(expected))
 
 
 def files_of(path: Path) -> list[Path]:

@@ -163,9 +163,9 @@ def test_weights_are_those_of_one_process(
     )
     order = order_of(results)
     assert sorted(order) == list(range(length))
-    expected = Outcome(plain_weights(length, order, 2 * batch_size, accumulate), None)
+    expected = Outcome(plain_weights(length, order, 2 * batch_size, accumulate))
     for result in results:
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         assert result["rows"] == length
         assert result["metric"] == len(result["seen"])
         assert result["told"] == []
@@ -201,9 +201,9 @@ def test_other_ways_to_train(
     results = pool.run(_fit, options, length, {"batch_size": 2}, settings, kind)
     order = order_of(results[::peers])
     assert sorted(order) == list(range(length))
-    expected = Outcome(plain_weights(length, order, 2 * num_shares, 2), None)
+    expected = Outcome(plain_weights(length, order, 2 * num_shares, 2))
     for result in results:
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         assert (result["rows"], result["told"]) == (length, [])
         assert result["buffer"] == len(results[0]["seen"])  # rank 0's, which all have at the end
 
@@ -376,9 +376,9 @@ def test_dropping_the_last_batch(pool2: RankPool) -> None:
     order = order_of(results)
     assert [len(result["seen"]) for result in results] == [2, 2]
     assert len(order) == len(set(order)) == 20
-    expected = Outcome(plain_weights(29, order, 10, 1), None)
+    expected = Outcome(plain_weights(29, order, 10, 1))
     for result in results:
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
 
 
 def test_each_epoch_has_an_order_of_its_own(pool2: RankPool) -> None:
@@ -410,8 +410,8 @@ def test_repeated_samples_are_told_of(pool2: RankPool) -> None:
     order = order_of([first, second])
     assert len(order) == 22
     assert len(set(order)) == 21
-    once = Outcome(plain_weights(21, order[:21], 10, 1), None)
-    assert weight_error(Outcome(first["weights"], None), once) > 1e-3
+    once = Outcome(plain_weights(21, order[:21], 10, 1))
+    assert weight_error(Outcome(first["weights"]), once) > 1e-3
 
 
 def test_what_padding_would_change_is_refused(pool2: RankPool) -> None:
@@ -498,9 +498,9 @@ def test_running_statistics_leave_padding_out(pool2: RankPool, engine: str, accu
         for parameter in module.parameters():
             parameter.grad.div_(number)
         optimizer.step()
-    expected = Outcome(full_weights(module), None)
+    expected = Outcome(full_weights(module))
     for result in results:
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         for name, buffer in module.norm.named_buffers():
             torch.testing.assert_close(result["statistics"][name], buffer)
 

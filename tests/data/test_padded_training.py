@@ -114,9 +114,9 @@ def _train_plainly(counts: list[int], accumulate: int) -> tuple[nn.Module, list[
 
 def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int) -> None:
     model, sizes = _train_plainly(counts, accumulate)
-    expected = Outcome(full_weights(model), None)
+    expected = Outcome(full_weights(model))
     for rank, result in enumerate(results):
-        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         assert result["seen"] == result["unregistered"] == 2 * counts[rank]
         assert result["fillers"] == 2 * (max(counts) - counts[rank])
         assert result["micro_batches"] == sizes

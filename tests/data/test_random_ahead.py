@@ -192,7 +192,7 @@ def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None,
 def _check_training(setting: Training, pool: RankPool) -> None:
     weights, report, steps = _train_plainly(setting)
     for found, found_report, found_steps in pool.run(_train, setting, timeout_s=60):
-        assert weight_error(Outcome(found, None), Outcome(weights, None)) <= TOLERANCE
+        assert weight_error(Outcome(found), Outcome(weights)) <= TOLERANCE
         assert found_report == (None if report is None else pytest.approx(report, rel=1e-12, nan_ok=True))
         assert found_steps == steps
 

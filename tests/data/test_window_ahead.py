@@ -196,4 +196,4 @@ def test_steps_within_the_backward(pool2: RankPool, accumulate: int) -> None:
         (sum(mean_loss(model, batch, "sum") for batch in window) / max(tokens, 1)).backward()
         optimizer.step()
     for weights in pool2.run(_step_in_backward, accumulate):
-        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(full_weights(model))) <= TOLERANCE

@@ -155,9 +155,9 @@ def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor
 )
 def test_new_fit_is_unaffected(pool2: RankPool, way: str, options: dict[str, Any]) -> None:
     """Weights after an abandoned fit and a new one equal those of the new one alone."""
-    expected = Outcome(train_plainly(ALL_WINDOWS), None)
+    expected = Outcome(train_plainly(ALL_WINDOWS))
     for weights in pool2.run(_fit_after_abandoning, way, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 def _fit_with_missing_batches(missing: set[int], options: dict[str, Any]) -> dict[str, Tensor]:
@@ -182,9 +182,9 @@ def test_none_batches(
     pool2: RankPool, missing: set[int], windows: list[list[int]], options: dict[str, Any]
 ) -> None:
     """A `None` batch takes part in nothing; where it hides a step, the window is lost and the next one is clean."""
-    expected = Outcome(train_plainly(windows), None)
+    expected = Outcome(train_plainly(windows))
     for weights in pool2.run(_fit_with_missing_batches, missing, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class StepsEveryOther(LabelledModule):
@@ -233,9 +233,9 @@ def test_windows_follow_the_users_steps(
     pool2: RankPool, make_module: Any, accumulate: int, steps: list[list[list[int]]], options: dict[str, Any]
 ) -> None:
     """Windows add up until the user zeroes, whoever steps when."""
-    expected = Outcome(train_plainly(steps), None)
+    expected = Outcome(train_plainly(steps))
     for weights in pool2.run(_fit_module, make_module, options, accumulate):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class IteratorModule(LabelledModule):

@@ -112,7 +112,7 @@ def plainly(rule: str, how: str) -> Outcome:
         optimizer.zero_grad()
         F.cross_entropy(net(inputs), labels).backward()
         optimizer.step()
-    return Outcome(full_weights(net), None)
+    return Outcome(full_weights(net))
 
 
 CASES = {
@@ -133,7 +133,7 @@ CASES = {
 def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
     rule, how, options = case
     for weights, said in pool2.run(_fit, rule, how, options, True):
-        assert weight_error(Outcome(weights, None), plainly(rule, how)) <= TOLERANCE
+        assert weight_error(Outcome(weights), plainly(rule, how)) <= TOLERANCE
         assert len(said) <= 1
 
 
@@ -144,7 +144,7 @@ def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> 
     """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
     expected = plainly("halved", how)
     (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
-    assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+    assert weight_error(Outcome(weights), expected) <= TOLERANCE
     assert said_on_1 == []
     assert len(said) == 1
     assert said[0].startswith(NAMED[how])

@@ -417,7 +417,7 @@ def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
     """One rank has no label in any micro-batch."""
     expected = plain_decoder(head, CASE)
     for weights in pool2.run(fit_decoder, head, options):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
+        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
 
 
 def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
@@ -544,4 +544,4 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
     """A head that is tied to the embedding, one that PEFT adapts, and one of its own."""
     expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
     for weights in pool2.run(fit_causal, make_model, options):
-        assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
+        assert weight_error(Outcome(weights), prefixed(expected)) <= TOLERANCE

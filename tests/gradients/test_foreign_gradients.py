@@ -246,7 +246,7 @@ def plainly(
         mean = loss / sum(len(labels) for _, labels in batches)
         (factor * mean).backward(inputs=list(trains(net)))  # type: ignore[union-attr]
         optimizer.step()
-    return Outcome(full_weights(net), None)
+    return Outcome(full_weights(net))
 
 
 BESIDE = [
@@ -279,7 +279,7 @@ def test_gradients_beside_the_backward(pool2: RankPool, pool4: RankPool, case: t
     pool = pool4 if "hsdp" in case[3] else pool2
     expected = plainly(case[4], pool.num_ranks)
     for weights in pool.run(_beside, *case):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 # --- Gradients that training uses -------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tu
             assert "reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
-            assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+            assert weight_error(Outcome(found), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
@@ -402,7 +402,7 @@ def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> N
     expected = plainly(1, adds=by_plain_backward)
     for found in pool2.run(_using, "by_plain_backward", False, {}, 1):
         assert not isinstance(found, str), found
-        assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(found), expected) <= TOLERANCE
 
 
 @pytest.mark.every_case
@@ -462,7 +462,7 @@ def test_a_backward_of_some_parameters(
             pool.run(_train_parts, only_first, options)
         return
     for weights in pool.run(_train_parts, only_first, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class ScalesAfterAForward(Trains):
@@ -495,7 +495,7 @@ def test_gradients_scaled_after_a_forward(pool2: RankPool, pool4: RankPool, opti
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     expected = plainly(1, pool.num_ranks, factor=0.25)
     for weights in pool.run(_scale, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 class LooksAround(Trains):

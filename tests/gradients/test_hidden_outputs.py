@@ -197,4 +197,4 @@ def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str])
             assert "Pass reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
-            assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+            assert weight_error(Outcome(found), expected) <= TOLERANCE

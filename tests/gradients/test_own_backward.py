@@ -105,7 +105,7 @@ def _fit(name: str, accumulate: int, options: dict[str, Any]) -> dict[str, Tenso
 
 def _plainly(accumulate: int, num_ranks: int) -> Outcome:
     model = TinyDecoder(20).double()
-    return Outcome(plain_weights(model, accumulate, case(num_ranks), clip=edit), None)
+    return Outcome(plain_weights(model, accumulate, case(num_ranks), clip=edit))
 
 
 CASES = {
@@ -143,7 +143,7 @@ def test_a_backward_that_edits_gradients(
     num_ranks, options = ENGINES[engine]
     expected = _plainly(accumulate, num_ranks)
     for weights in (pool2 if num_ranks == 2 else pool4).run(_fit, name, accumulate, options):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 # --- Backwards within the strategy's ----------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _cached_plainly(accumulate: int) -> Outcome:
         losses = torch.stack([len(rows) * contrast(net(rows)) for rows in window])
         (losses.sum() / sum(map(len, window))).backward()
         optimizer.step()
-    return Outcome(full_weights(net), None)
+    return Outcome(full_weights(net))
 
 
 @pytest.mark.every_case
@@ -295,7 +295,7 @@ def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str
     expected = _cached_plainly(accumulate)
     for weights in pool2.run(_fit_cached, 3, accumulate, options):
         assert not isinstance(weights, str), weights
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
 @pytest.mark.every_case
@@ -307,7 +307,7 @@ def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: 
         assert "averages the first of them alone over ranks. Pass data_parallel='fsdp2'" in message
     for weights in pool2.run(_fit_cached, 1, accumulate, ddp):
         assert not isinstance(weights, str), weights
-        assert weight_error(Outcome(weights, None), _cached_plainly(accumulate)) <= TOLERANCE
+        assert weight_error(Outcome(weights), _cached_plainly(accumulate)) <= TOLERANCE
 
 
 class ZeroesInIt(LabelledModule):
@@ -358,8 +358,8 @@ def _zeroing(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("engine", ["fsdp2", "resharded", "ddp"])
 def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
     """Right where the window holds nothing yet; else its count would cover more than its gradients."""
-    expected = Outcome(plain_weights(TinyDecoder(20).double(), 2, case(2)), None)
+    expected = Outcome(plain_weights(TinyDecoder(20).double(), 2, case(2)))
     for weights, refusals in pool2.run(_zeroing, ENGINES[engine][1]):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
         assert len(refusals) == 2
         assert all("zero_grad() was called within a backward of the strategy" in text for text in refusals)

@@ -145,7 +145,7 @@ def test_in_training_step(pool2: RankPool, case: tuple[str, bool, dict[str, Any]
             assert BYPASSED in found
             assert all(name in found for name in PENALISED)
         else:
-            assert weight_error(Outcome(found, None), plainly(arguments[0], arguments[-1])) <= TOLERANCE
+            assert weight_error(Outcome(found), plainly(arguments[0], arguments[-1])) <= TOLERANCE
 
 
 def _frozen_at_setup() -> str:

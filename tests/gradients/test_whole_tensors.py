@@ -96,7 +96,7 @@ def test_steps_are_those_of_one_process(
         owned = []
         for found in by_rank:
             weights, groups, num_owned = found[number]
-            assert weight_error(Outcome(weights, None), expected) <= TOLERANCE, kind
+            assert weight_error(Outcome(weights), expected) <= TOLERANCE, kind
             assert set(groups) == {step}
             owned.append(num_owned)
         num_elements = sum(weight.numel() for weight in expected.weights.values())
@@ -333,7 +333,7 @@ def test_a_group_that_comes_later(pool2: RankPool) -> None:
     grow(model, optimizer)
     train_model_plainly(model, 4, make_optimizer=lambda _: optimizer)
     for weights in pool2.run(_grow):
-        assert weight_error(Outcome(weights, None), prefixed(full_weights(model))) <= TOLERANCE
+        assert weight_error(Outcome(weights), prefixed(full_weights(model))) <= TOLERANCE
 
 
 def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
@@ -392,7 +392,7 @@ def test_states_of_owners_are_saved(
     for name, (num_ranks, options) in RESUMED.items():
         pool = {1: pool1, 2: pool2}[num_ranks]
         for weights in pool.run(_resume, options, str(path)):
-            error = weight_error(Outcome(weights, None), Outcome(expected, None))
+            error = weight_error(Outcome(weights), Outcome(expected))
             assert error == 0 if options == saved[1] and num_ranks == 2 else error <= TOLERANCE, name
     if path.is_dir():
         main(["consolidate", str(path), str(tmp_path / "whole.ckpt")])

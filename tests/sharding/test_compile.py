@@ -66,9 +66,7 @@ def fit(options: dict[str, Any], how: str) -> tuple[Outcome, list[str], int]:
 
 
 def _eager_names(module: nn.Module) -> Outcome:
-    return Outcome(
-        {name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()}, None
-    )
+    return Outcome({name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()})
 
 
 @pytest.mark.timeout(600)

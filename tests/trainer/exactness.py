@@ -46,10 +46,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The full weights by name that a run left behind; nothing else, which some callers say by a None."""
+    """The full weights by name that a run left behind."""
 
     weights: dict[str, Tensor]
-    nothing_else: None = None
 
 
 class Block(nn.Module):
