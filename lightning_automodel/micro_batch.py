@@ -43,6 +43,8 @@ class _Step:
 
     # What it was given.
     batch: Any = None
+    # Whether that is a padding batch, which has no label tokens.
+    is_padding: bool = False
     # What it has returned, under automatic optimization, until its backward.
     output: Any = None
     # By toggled optimizer, how many resets there were when the whole batch was counted.
@@ -101,9 +103,9 @@ class MicroBatches:
             batch = args[0]
         else:
             batch = next(iter(kwargs.values()), None)
-        self._step = _Step(batch)
+        self._step = _Step(batch, self.inputs.is_filler)
         # Only in the first window, since it reads the device.
-        if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
+        if self.ahead is not None and self.windows.last_step is None and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
@@ -172,7 +174,7 @@ class MicroBatches:
             self._zero_if_skipped(optimizer)
 
         # S, n: the loss becomes the sum of its token losses.
-        count, divided_by, aux_loss, is_padding = self._take_count(kwargs)
+        count, divided_by, aux_loss = self._take_count(kwargs)
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
         sums = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
@@ -184,6 +186,7 @@ class MicroBatches:
 
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
+        is_padding = self._step.is_padding
         if is_padding:
             objective = objective * 0
         if engine.reached:
@@ -257,13 +260,12 @@ class MicroBatches:
         if self.windows.last_step is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
-    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None, bool]:
+    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
 
-        Also whether it is of a padding batch, which has no label tokens. Removes from ``kwargs`` what
-        ``manual_backward`` was given for the strategy.
+        Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
         """
-        is_padding = self.inputs.is_filler
+        is_padding = self._step.is_padding
         output = self._step.output
         self._step.output = None
         divided_by = 1
@@ -280,20 +282,20 @@ class MicroBatches:
             elif self.weighting.per_token_loss and not is_padding:
                 self._check_not_counted_before()
         if is_padding:
-            return 0, divided_by, aux_loss, True
+            return 0, divided_by, aux_loss
         is_first_window = self.windows.last_step is None
         if self.ahead is not None:
             if has_count(output):
                 self.weighting.check_counted_ahead(
                     self._step.batch, output, self.ahead.count, reads_device=is_first_window
                 )
-            return self.ahead.count, divided_by, aux_loss, False
+            return self.ahead.count, divided_by, aux_loss
         if self.context is not None:
             self.context.check_count(output)
         count = self.weighting.count(self._step.batch, output)
         if isinstance(count, Tensor) and is_first_window:
             check_range(count.item())
-        return count, divided_by, aux_loss, False
+        return count, divided_by, aux_loss
 
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
