@@ -242,6 +242,7 @@ class AutomodelStrategy(ParallelStrategy):
         # the next run sets them again.
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
+        self._trainer: pl.Trainer | None = None  # from `setup` to `teardown`
         self._barriers: set[str | None] = set()  # names of those that Lightning has called
         self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
         self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
@@ -481,17 +482,16 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None:
             return "set-up"
-        trainer = module._trainer
-        if trainer is None:
-            stage = None
-        else:
-            stage = trainer.state.stage or trainer.state.fn
+        stage = None
+        if self._trainer is not None:
+            stage = self._trainer.state.stage or self._trainer.state.fn
         return lightning_internals.current_hook(module) or (stage.value if stage is not None else "set-up")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        self._trainer = trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         warn_untested()
         self._expect_barriers("pre_setup", "post_setup")
@@ -1014,10 +1014,8 @@ class AutomodelStrategy(ParallelStrategy):
                 self._supervisor.close()
 
     def _teardown_training(self) -> None:
-        if self.lightning_module is None:
-            trainer = None
-        else:
-            trainer = self.lightning_module._trainer
+        trainer = self._trainer
+        self._trainer = None
         had_run = self._run is not None
         try:
             self._close_run()
