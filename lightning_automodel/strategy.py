@@ -382,6 +382,7 @@ class AutomodelStrategy(ParallelStrategy):
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _join(self) -> None:
+        process_group.check_world_size(self.num_nodes * self.num_processes)
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout

@@ -91,6 +91,16 @@ def group_size() -> int:
     return 1
 
 
+def check_world_size(asked: int) -> None:
+    """Raise ValueError if the default group exists and has another size than the Trainer asks for. Not a collective."""
+    if dist.is_initialized() and group_size() != asked:
+        raise ValueError(
+            f"The process group that exists has {group_size()} ranks, and the Trainer asks for {asked} (devices x"
+            " num_nodes). Pass Trainer the devices and nodes of the group, or leave the group first, on all ranks:"
+            " destroy_global_state(), or torch.distributed.destroy_process_group() if your own code has made it."
+        )
+
+
 def _first_number(*names: str, default: int = 0) -> int:
     numbers = (join.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)

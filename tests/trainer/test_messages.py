@@ -178,6 +178,12 @@ ERRORS: dict[str, tuple[type[ModelModule], dict[str, Any], dict[str, Any], list[
         {},
         ["ValueError: The loss of a backward has the shape [3], but"],
     ),
+    "fewer_devices_than_the_group": (
+        ModelModule,
+        {},
+        {"devices": 1},
+        ["ValueError: The process group that exists has 2 ranks, and the Trainer asks for 1 (devices x"],
+    ),
     "negative": (
         NegativeCount,
         {},
