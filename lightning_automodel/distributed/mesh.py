@@ -20,11 +20,8 @@ SHARD = "data_parallel_shard"
 CONTEXT = "context_parallel"
 TENSOR = "tensor_parallel"
 DATA = "data_parallel"
-SHARD_CONTEXT = "data_parallel_shard_context"
-TOKENS = "data_parallel_context"
 EXPERT = "expert_parallel"
 EXPERT_SHARD = "expert_data_parallel_shard"
-EXPERT_SHARD_CONTEXT = "expert_data_parallel_shard_context"
 
 NAMES = {
     REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
@@ -150,13 +147,6 @@ class RunMesh:
             sizes[SHARD] = self.sizes.shard
         return sizes
 
-    def all_groups(self) -> set[dist.ProcessGroup]:
-        """Every group of this rank that the mesh and its views communicate over."""
-        views = [self.mesh, self.tokens, self.fsdp]
-        if self.expert_fsdp is not None:
-            views.append(self.expert_fsdp)
-        return {group for view in views for group in view.get_all_groups()}
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -210,8 +200,10 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         process_groups.flatten_mesh(views.data_parallel, DATA)
         kept[device_type, sizes] = views
     built: RunMesh = kept[device_type, sizes]
-    for group in built.all_groups() - {dist.group.WORLD}:
-        group.set_timeout(timeout)
+    for view in (built.mesh, built.tokens, built.fsdp, built.expert_fsdp or built.fsdp):
+        for group in view.get_all_groups():
+            if group is not dist.group.WORLD:
+                group.set_timeout(timeout)
     return built
 
 
@@ -244,40 +236,38 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
-    def flatten(name: str, *names: str) -> DeviceMesh:
-        larger = [dimension for dimension in names if view(dimension).size() > 1]
+    def flatten(*names: str) -> DeviceMesh:
+        larger = [name for name in names if view(name).size() > 1] or names[-1:]
         if len(larger) == 1:
             return view(*larger)  # which has a group of these ranks
-        return process_groups.flatten_mesh(view(*names), name)
+        name = DATA if names == data else "_".join(larger)
+        return process_groups.flatten_mesh(view(*larger), name)
 
     def with_replicas(shards: DeviceMesh) -> DeviceMesh:
         if sizes.replicate == 1 or len(data) == 1:
             return shards
         return view(data[0], *shards.mesh_dim_names or ())
 
-    unflattened = data
+    *replicas, _ = data
+    shards = data[-1:]
+    experts = None
+    context: tuple[str, ...] = ()
+    if sizes.context > 1:
+        context = (CONTEXT,)
     if sizes.expert > 1:
         process_groups.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
-        unflattened = (*data[:-1], EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
-    shards = view(data[-1])
-    expert_shards = view(EXPERT_SHARD) if sizes.expert > 1 else None
-    data_parallel = tokens = flatten(DATA, *data) if len(data) == 2 else shards
-    context_parallel = None
-    if sizes.context > 1:
-        context_parallel = view(CONTEXT)
-        tokens = flatten(TOKENS, *unflattened, CONTEXT)
-        shards = flatten(SHARD_CONTEXT, *unflattened[1:], CONTEXT) if sizes.replicate > 1 else tokens
-        if expert_shards is not None:
-            expert_shards = flatten(EXPERT_SHARD_CONTEXT, EXPERT_SHARD, CONTEXT)
+        experts = with_replicas(flatten(EXPERT_SHARD, *context))
+        if context:  # a flattened dimension cannot be flattened again
+            shards = EXPERT_SHARD, EXPERT
     return RunMesh(
         mesh,
         sizes,
-        data_parallel,
-        tokens,
-        with_replicas(shards),
-        None if tensor is None else view(tensor),
-        context_parallel,
-        None if expert_shards is None else with_replicas(expert_shards),
+        flatten(*data),
+        flatten(*replicas, *shards, *context),
+        with_replicas(flatten(*shards, *context)),
+        view(tensor) if tensor else None,
+        view(CONTEXT) if context else None,
+        experts,
     )
 
 
@@ -304,8 +294,9 @@ def adopt_mesh(
             f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the"
             " world, in their order: init_device_mesh lays them out so."
         )
-    names = _names_by_role(mesh, data_parallel)
-    size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
+    names = mesh.mesh_dim_names or (DATA,)
+    roles = _roles(mesh, data_parallel)
+    size = {roles.get(name): size for name, size in zip(names, mesh.shape, strict=True)}
     sizes = resolve_sizes(
         data_parallel=data_parallel,
         data_parallel_size="auto",
@@ -326,27 +317,29 @@ def adopt_mesh(
             raise ValueError(
                 f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
             )
-    data = tuple(name for role, name in names.items() if role != TENSOR)
-    return view_mesh(mesh, sizes, data, names.get(TENSOR))
+    data = tuple(name for name, role in roles.items() if role != TENSOR)
+    tensor = next((name for name, role in roles.items() if role == TENSOR), None)
+    return view_mesh(mesh, sizes, data, tensor)
 
 
-def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
-    """The mesh's name of each dimension by role, in the mesh's order."""
-    if mesh.mesh_dim_names is None and mesh.ndim == 1:
-        return {DATA: ""}
-    dimensions = list(zip(mesh.mesh_dim_names or ["no name"] * mesh.ndim, mesh.shape, strict=True))
-    roles = {name: role for role, known in NAMES.items() for name in known}
-    found = [(roles.get(name, ""), name) for name, size in dimensions if name in roles or size > 1]
-    data = [role for role, _ in found]
+def _roles(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
+    """The role of each dimension by the mesh's name of it, in the mesh's order."""
+    names = mesh.mesh_dim_names or ("no name",) * mesh.ndim
+    if names == ("no name",):
+        names = (DATA,)
+    dimensions = list(zip(names, mesh.shape, strict=True))
+    known = {name: role for role, those in NAMES.items() for name in those}
+    roles = {name: known.get(name, "") for name, size in dimensions if name in known or size > 1}
+    data = list(roles.values())
     if data[-1:] == [TENSOR]:
         del data[-1]
     if data not in ([REPLICATE, SHARD], [SHARD], [DATA], *([[REPLICATE]] if data_parallel == "ddp" else [])):
         shown = ", ".join(f"{name!r} ({size})" for name, size in dimensions)
-        others = ", ".join(other for known in NAMES.values() for other in known[1:])
+        others = ", ".join(other for those in NAMES.values() for other in those[1:])
         raise ValueError(
             f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r},"
             f" or {DATA!r}, or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have"
             f" {TENSOR!r} (other names are {others}): pass such mesh_dim_names, in this order; other"
             " dimensions must have size 1."
         )
-    return dict(found)
+    return roles
