@@ -8,10 +8,9 @@ its ranks have hearts meanwhile, so that a rank that dies is noticed.
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
@@ -64,7 +63,6 @@ class FirstRankPerNode(ContextDecorator):
         self._group = group
         self._scope = scope
         self._timeout = process_group.parse_timeout(timeout)
-        self._block: AbstractContextManager[bool]
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
@@ -73,25 +71,14 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             RuntimeError: In another block.
         """
-        block = _block(self._group, self._scope, self._timeout)
-        is_first = block.__enter__()
-        self._block = block
+        block = ExitStack()
+        is_first = block.enter_context(_block(self._group, self._scope, self._timeout))
+        self._leave = block.__exit__
         return is_first
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        self._block.__exit__(kind, error, traceback)
-
-
-_active: list[dist.ProcessGroup] = []
-"""The group of the block that this process is in, if any."""
-
-
-def is_active() -> bool:
-    """Whether this process is in a block, where a rank may wait for longer than a collective."""
-    return bool(_active)
+        self._leave(*raised)
 
 
 @contextmanager
@@ -106,15 +93,8 @@ def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) ->
         group = group or dist.group.WORLD
         if group is None or group.size() == 1:
             yield True
-            return
-        if _active:
-            raise RuntimeError(
-                "A FirstRankPerNode block cannot be inside another one: leave that one first. With"
-                " first_rank_setup=True, `setup` hooks are in one already, and need none of their own."
-            )
-        _active.append(group)
-        at_end.callback(_active.clear)
-        yield from _meetings(group, scope, timeout, at_end)
+        else:
+            yield from _meetings(group, scope, timeout, at_end)
 
 
 def _meetings(
@@ -127,18 +107,26 @@ def _meetings(
     dist.get_rank(group)  # raises if the group was destroyed
     rank = dist.get_rank()
     members = dist.get_process_group_ranks(group)
+    running = heart.current()
+    if running is not None and running.is_in_block:
+        raise RuntimeError(
+            "A FirstRankPerNode block cannot be inside another one: leave that one first. With"
+            " first_rank_setup=True, `setup` hooks are in one already, and need none of their own."
+        )
     # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
     # path holds the lowest rank, since torch may give one name to groups that share no rank.
     path = f"{group.group_name}.{min(members)}"
-    path += f"/{process_group.next_number(path)}"
+    connection = process_group.connection(timeout)
+    path += f"/{process_group.next_number(connection, path)}"
     name = f"FirstRankPerNode(scope={scope!r})"
-    running = heart.current()
     if running is None:
-        store = dist.PrefixStore(f"first_rank/{path}", process_group.connection(timeout))
+        store = dist.PrefixStore(f"first_rank/{path}", connection)
         running = Heart(rank, members, store, timeout.total_seconds())
         running.record.where = name
         running.start()
         at_end.callback(running.close)
+    running.is_in_block = True
+    at_end.callback(setattr, running, "is_in_block", False)
     at_end.callback(meeting.linger, running.store, path, rank, members, LINGER_S)
     try:
         entry = f"the entry to {name} {path}"

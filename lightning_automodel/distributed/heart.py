@@ -65,6 +65,7 @@ class Heart:
         is_over: There is a failure, or this rank has closed its heart: both threads end.
         store_answers: False once the store is lost.
         is_stuck: Whether a call to the store does not return, so that the main thread may be stuck too.
+        is_in_block: Whether this rank is in a first-rank block, where it may wait for longer than a collective.
     """
 
     keys: tuple[str, ...] = ()
@@ -86,6 +87,7 @@ class Heart:
         self.is_over = threading.Event()
         self.store_answers = True
         self.is_stuck = False
+        self.is_in_block = False
         self.clock: Callable[[], float] = time.monotonic
         self._expects_all = expects_all
         self._read: list[str] = []  # the keys that the newest beat read

@@ -6,7 +6,6 @@ this rank, and `terms`, the world size and backend of the first one.
 """
 
 import contextlib
-import ipaddress
 import os
 import socket
 import time
@@ -161,16 +160,14 @@ _hosted: dict[int, dist.Store] = {}
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A listening socket on the interface of ``host`` alone; None if that is a name or not of this machine.
+    """A listening socket on the interface of ``host`` alone, an IPv4 address; None for a name.
 
     A name may mean another interface elsewhere. On all interfaces, a store stalls if looking up names fails.
     """
     try:
-        if host != "localhost":
-            ipaddress.ip_address(host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family).detach()
-    except (ValueError, OSError):  # of a port in use torch raises, unless a store of this process has it
+        socket.inet_aton(host)
+        return socket.create_server((host, port)).detach()
+    except OSError:  # of a port in use torch raises, unless a store of this process has it
         return None
 
 
@@ -221,19 +218,16 @@ def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[
     deadline = time.monotonic() + timeout.total_seconds()
     opened = open_store(found, timeout, deadline)
     rounds = dist.PrefixStore(KEYS, another_connection(opened, timeout))
-    number = meeting.first(rounds, "round", "0")
-    store = dist.PrefixStore(number, rounds)
+    number = meeting.first(rounds, "round", 0)
+    store = dist.PrefixStore(str(number), rounds)
     rank = found.rank
     ranks = range(found.world_size)
     try:
         _enter(store, found, backend)
-        if found.address is not None:
-            network.choose_interface(found.address[0])
-        remaining_s = deadline - time.monotonic()
-        places = meeting.meet(store, JOIN, rank, ranks, network.own_place(), remaining_s, check)
-        failure = network.unreachable(places)
-        if failure is not None:
-            raise RankFailedError(failure)
+        own_address = network.choose_interface(found.address[0] if found.address else "")
+        addresses = meeting.meet(store, JOIN, rank, ranks, own_address, deadline - time.monotonic(), check)
+        for address in addresses:  # rank 0 may know itself by a loopback address
+            network.choose_interface(address)
     except (dist.DistError, OSError):
         raise
     except BaseException as error:
@@ -243,7 +237,7 @@ def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[
         meeting.linger(store, JOIN, rank, ranks, LINGER_AFTER_FAILURE_S)
         raise
     _end_round(rounds, number)
-    return dist.PrefixStore(number, dist.PrefixStore(KEYS, opened)), store
+    return dist.PrefixStore(str(number), dist.PrefixStore(KEYS, opened)), store
 
 
 def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
@@ -270,9 +264,9 @@ def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
         raise RankFailedError(RankFailure(found.rank, host, JOIN, "ValueError", problem))
 
 
-def _end_round(rounds: dist.Store, number: str) -> None:
+def _end_round(rounds: dist.Store, number: int) -> None:
     """Whoever comes later is in the next round. Every rank says so before it may come again."""
-    rounds.compare_set("round", number, str(int(number) + 1))
+    rounds.compare_set("round", str(number), str(number + 1))
 
 
 def leave(found: Rendezvous, store: dist.Store, linger_s: float) -> None:

@@ -10,7 +10,7 @@ training and of a run, and the last step before a stop. Below its prefix, the st
     <at>/looks/<n>      whether a rank has looked, in the n-th interval of waiting, for those that are missing
     known/<what>/<rank> whether a rank knows how something has ended
 
-No call here waits in the store, so that threads may share one connection.
+All values are JSON. No call here waits in the store, so that threads may share one connection.
 """
 
 import contextlib
@@ -27,40 +27,37 @@ from lightning_automodel.distributed.failures import RankFailedError, RankFailur
 from lightning_automodel.distributed.store import launcher_hosts_store, pause_s
 
 FAILURE = "failure"
-NONE = "-"
+NONE = "null"
 SEARCH_S = 2.0
 
 
 def make(store: dist.Store, keys: Sequence[str]) -> None:
-    """Give those of ``keys`` that have no value the value :data:`NONE`: reading a missing one would wait for it."""
+    """Let those of ``keys`` that have no value say None: reading a missing one would wait for it."""
     if not store.check(list(keys)):
         for key in keys:
             store.compare_set(key, "", NONE)
 
 
-def first(store: dist.Store, key: str, value: str) -> str:
+def first(store: dist.Store, key: str, value: Any) -> Any:
     """The first value that any rank has given to ``key`` in this way: ``value`` if there was none."""
     make(store, [key])
-    return store.compare_set(key, NONE, value).decode()
+    return json.loads(store.compare_set(key, NONE, json.dumps(value)))
 
 
 def post(store: dist.Store, failure: RankFailure) -> RankFailure:
     """Post ``failure`` for all ranks; returns the first one that was posted."""
-    return RankFailure(**json.loads(first(store, FAILURE, json.dumps(asdict(failure)))))
+    return RankFailure(**first(store, FAILURE, asdict(failure)))
 
 
 def parse_failure(value: bytes) -> RankFailure | None:
     """The failure that a value of :data:`FAILURE` tells of, if any."""
-    if value.decode() == NONE:
-        return None
-    return RankFailure(**json.loads(value))
+    said = json.loads(value)
+    return said and RankFailure(**said)
 
 
 def parse_record(value: bytes) -> Record:
     """The record that the value of a key tells of; one that says nothing if there is none."""
-    if value.decode() == NONE:
-        return Record()
-    return Record(**json.loads(value))
+    return Record(**json.loads(value) or {})
 
 
 def records_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, Record]:
@@ -80,7 +77,7 @@ def say(store: dist.Store, at: str, rank: int, ranks: Sequence[int], value: Any)
 
 def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
     values = store.multi_get([f"{at}/{rank}" for rank in ranks])
-    first(store, f"{at}/outcome", json.dumps([json.loads(value) for value in values]))
+    first(store, f"{at}/outcome", [json.loads(value) for value in values])
 
 
 def outcome_of(value: bytes) -> list[Any] | None:
@@ -88,12 +85,10 @@ def outcome_of(value: bytes) -> list[Any] | None:
 
     RankFailedError if the meeting has ended with a failure.
     """
-    if value.decode() == NONE:
-        return None
-    said = json.loads(value)
+    said: list[Any] | dict[str, Any] | None = json.loads(value)
     if isinstance(said, dict):
         raise RankFailedError(RankFailure(**said))
-    return list(said)
+    return said
 
 
 def meet(
@@ -132,9 +127,10 @@ def meet(
         said = outcome_of(outcome)
         if said is not None:
             return said
-        if posted.decode() != NONE:
+        failure = json.loads(posted)
+        if failure is not None:
             # For all who meet: a failure that is posted once all have come leaves each with what they said.
-            first(store, f"{at}/outcome", posted.decode())
+            first(store, f"{at}/outcome", failure)
             continue
         check()
         waited_s = time.monotonic() - began_at

@@ -2,9 +2,8 @@
 
 What this process knows of its default group:
 
-    _membership         the group that this package has made, until it has left; None for a group of the caller
-    _kept, _kept_for    meshes, groups and the connection that last as long as the default group
-    _counted            how many runs, barriers and blocks there were in a group, the same on all ranks
+    _kept, _kept_for    what lasts as long as the default group: its meshes, other groups, this process's connection to
+                        its store, and, until this process has left, how it has joined, if not the caller made the group
     _has_failed         a run of several ranks has failed, so that this process joins no other group
 """
 
@@ -15,8 +14,6 @@ import multiprocessing.util
 import os
 import signal
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,11 +136,8 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     return torch.device(current.type, local_rank)
 
 
-# The default group that this package made: process id, where the ranks met, the store there, and the group.
-_membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
-_counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _has_failed = False
 """Whether a run of several ranks in a group of this package has failed: this process joins no other one."""
 
@@ -185,7 +179,7 @@ def initialize_distributed(
     found = join.locate(init_method, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    _join(found, backend, timeout)
+    _join(found, backend, timeout, lambda: None, lambda *_: None)
     return DistInfo(backend, found.rank, found.world_size, device, found.rank == 0)
 
 
@@ -194,9 +188,9 @@ def join_process_group(
     backend: str,
     timeout: timedelta,
     device: torch.device,
-    init_method: str | None = None,
-    check: Callable[[], None] = lambda: None,
-    on_joined: OnJoined = lambda rank, num_ranks, connection: None,
+    init_method: str | None,
+    check: Callable[[], None],
+    on_joined: OnJoined,
 ) -> None:
     """Join like :func:`initialize_distributed`, as Lightning's cluster environment says; call ``check`` meanwhile.
 
@@ -240,11 +234,10 @@ def _join(
     found: join.Rendezvous,
     backend: str,
     timeout: timedelta,
-    check: Callable[[], None] = lambda: None,
-    on_joined: OnJoined = lambda rank, num_ranks, connection: None,
+    check: Callable[[], None],
+    on_joined: OnJoined,
 ) -> None:
     """Make the default group. An accelerator connects in its first collective."""
-    global _membership
     if found.world_size > 1:
         _refuse_after_failure()
     destroy_global_state()
@@ -265,17 +258,19 @@ def _join(
         if heart.current() is None:  # else the run's supervisor tells the others first, and then leaves
             join.leave(found, store, join.LINGER_S)
         raise
-    group = dist.group.WORLD
-    assert group is not None
-    if is_gloo:
-        group.set_timeout(timeout)
-    _membership = os.getpid(), found, store, weakref.ref(group)
-    kept_with_world()["connection", os.getpid()] = own_connection
+    if is_gloo and dist.group.WORLD is not None:
+        dist.group.WORLD.set_timeout(timeout)
+    kept_with_world().update({_own("joined"): (found, store), _own("connection"): own_connection})
     # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
     # children.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
+
+
+def _own(what: str) -> tuple[str, int]:
+    """The key of what this process keeps for itself: a forked child inherits the others."""
+    return what, os.getpid()
 
 
 def kept_with_world() -> dict[object, Any]:
@@ -300,7 +295,7 @@ def connection(timeout: timedelta) -> dist.Store:
     DistError or OSError if the store is gone.
     """
     kept = kept_with_world()
-    key = "connection", os.getpid()
+    key = _own("connection")
     if key not in kept:
         world = dist.group.WORLD
         assert world is not None
@@ -311,17 +306,15 @@ def connection(timeout: timedelta) -> dist.Store:
     return opened
 
 
-def next_number(what: str) -> int:
-    """1, 2, ... in the default group: the same on ranks that have asked for ``what`` equally often."""
-    counted = _counted.setdefault(dist.group.WORLD, Counter())
-    counted[what] += 1
-    return counted[what]
+def next_number(store: dist.Store, what: str) -> int:
+    """1, 2, ... in a :func:`connection`: the same on ranks that have asked for ``what`` equally often."""
+    return store.add(f"{what}/{group_rank()}", 1)
 
 
 def note_failure() -> None:
     """From now on join no other group, if this package has made the one of the run that has failed, or stopped."""
     global _has_failed
-    _has_failed = _has_failed or _membership is not None
+    _has_failed = _has_failed or _own("joined") in kept_with_world()
 
 
 def leave_after_failure(aborts: bool) -> None:
@@ -330,8 +323,8 @@ def leave_after_failure(aborts: bool) -> None:
     ``aborts``: after a failure it waits for nobody. Groups of an accelerator would wait for what they have queued,
     and so for ranks that are gone.
     """
-    forget_world()
     _leave(aborts)
+    forget_world()
 
 
 def destroy_global_state() -> None:
@@ -352,27 +345,24 @@ def forget_world() -> None:
 
 
 def _leave(aborts: bool = False, is_exiting: bool = False) -> None:
-    global _membership
-    membership = _membership
-    _membership = None
-    if membership is None or membership[0] != os.getpid():
+    joined = kept_with_world().pop(_own("joined"), None)
+    if joined is None:
         return
-    _, found, store, group = membership
+    found, store = joined
     with patched_signal(signal.SIGINT, signal.SIG_IGN):
         try:
-            if group() is not None and dist.group.WORLD is group():
-                forget_world()
-                if not is_exiting:
-                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills
-                    # the caches again; not at exit, which frees them sooner: in a forked process, collecting
-                    # copies the heap.
-                    gc.collect()
-                    process_groups.forget_meshes()
-                try:
-                    _destroy_groups(aborts)
-                except Exception:
-                    log.warning("The process groups could not be destroyed.", exc_info=True)
-            if group() is not None and not is_exiting:
+            forget_world()
+            if not is_exiting:
+                # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills
+                # the caches again; not at exit, which frees them sooner: in a forked process, collecting
+                # copies the heap.
+                gc.collect()
+                process_groups.forget_meshes()
+            try:
+                _destroy_groups(aborts)
+            except Exception:
+                log.warning("The process groups could not be destroyed.", exc_info=True)
+            if not is_exiting:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:

@@ -8,12 +8,13 @@ What a rank has done about it:
 Once it has promised, it takes no step after the current one until it is decided.
 """
 
+import json
 import threading
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.meeting import NONE, outcome_of, say
+from lightning_automodel.distributed.meeting import first, outcome_of, say
 
 STOP = "stop"
 STEPS = f"{STOP}/outcome"
@@ -28,7 +29,7 @@ class StopAgreement:
     one step after the farthest promised one, which none can have passed. Without a request, no rank
     communicates or waits.
 
-    In the store, :data:`STOP` holds the request, ``rank|reason``. Each rank says there the step that it
+    In the store, :data:`STOP` holds the request, the rank and its reason. Each rank says there the step that it
     promises; once all have, :data:`STEPS` holds them.
     """
 
@@ -79,12 +80,12 @@ class StopAgreement:
 
     def exchange(self, store: dist.Store, request: bytes, steps: bytes) -> None:
         """Take part; the heart of every rank calls this with each beat, with the newest values of the two keys."""
-        if request.decode() == NONE:
+        asked = json.loads(request)
+        if asked is None:
             if self._reason is not None:
-                store.compare_set(STOP, NONE, f"{self._rank}|{self._reason}")
+                first(store, STOP, [self._rank, self._reason])
             return
-        asked_by, reason = request.decode().split("|")
-        self.asked_by = int(asked_by)
+        self.asked_by, reason = asked
         promised_by_all = outcome_of(steps)
         if promised_by_all is not None:
             self.requeues = reason == REQUEUE

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import failures, first_rank
+from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import RankFailure
 from lightning_automodel.distributed.heart import MISSED_BEATS, Heart
 from lightning_automodel.distributed.last_resort import end_process
@@ -138,7 +138,7 @@ class Watch(Heart):
         """
         patience_s = SILENT_S + MISSED_BEATS * self.interval_s
         try:
-            if first(self.store, "reader", str(self.rank)) != str(self.rank):
+            if first(self.store, "reader", self.rank) != self.rank:
                 self.is_over.wait(3 * patience_s)
             else:
                 before = records_of(self.store, self.ranks)
@@ -196,7 +196,7 @@ class Watch(Heart):
     def _warn_of_standstill(self) -> None:
         """On rank 0, log once where all ranks are, if none has got on for a minute, or half of the timeout."""
         limit_s = min(STANDSTILL_S, self._timeout_s / 2)
-        if self._has_warned or self.record.stood_s < limit_s or first_rank.is_active():
+        if self._has_warned or self.record.stood_s < limit_s or self.is_in_block:
             return
         records = records_of(self.store, self.ranks)
         if all(record.stood_s >= limit_s for record in records.values()):
@@ -210,7 +210,7 @@ class Watch(Heart):
         """Post the table if the main thread is in a collective that should have failed: NCCL may connect for ever."""
         own = self.record
         waited_s = self.clock() - self._at_line_since_s
-        may_wait = own.has_ended or self.leaves_by_itself.is_set() or first_rank.is_active()
+        may_wait = own.has_ended or self.leaves_by_itself.is_set() or self.is_in_block
         if not own.waits or may_wait or waited_s < self._timeout_s + TIME_TO_FAIL_S:
             return
         if process_groups.accelerator_backends():

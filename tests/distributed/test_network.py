@@ -1,4 +1,4 @@
-"""Networks: the interface that gloo takes, and ranks that others cannot reach there, on two machines' networks."""
+"""Networks: the interface that gloo takes, on this machine and on two machines' networks."""
 
 from __future__ import annotations
 
@@ -22,52 +22,12 @@ from tests.processes import forked
 LIMIT_S = 60.0
 
 
-def test_interfaces_of_this_machine() -> None:
-    """Those with an address, the loopback interface among them; any address of theirs can be listened at."""
-    found = network.interfaces()
-    assert found["lo"].startswith(network.LOOPBACK)
-    for address in found.values():
-        socket.create_server((address, 0)).close()
-
-
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "no.such.host.invalid"])
 def test_nothing_is_chosen_without_a_way_out(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """Gloo then goes by the host name, as without this package."""
     monkeypatch.delenv(network.GLOO_INTERFACE, raising=False)
     network.choose_interface(host)
     assert network.GLOO_INTERFACE not in os.environ
-
-
-def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the way leads through another interface."""
-    others = [address for name, address in network.interfaces().items() if name != "lo"]
-    if not others:
-        pytest.skip("this machine has the loopback interface alone")
-    monkeypatch.setenv(network.GLOO_INTERFACE, "lo")
-    network.choose_interface(others[0])
-    assert os.environ[network.GLOO_INTERFACE] == "lo"
-
-
-@pytest.mark.parametrize(
-    ("places", "refused"),
-    [
-        ([("a", "127.0.0.1"), ("a", "127.0.0.1")], None),
-        ([("a", "10.0.0.1"), ("b", "10.0.0.2")], None),
-        ([("a", "10.0.0.1"), ("b", "")], None),  # over IPv6, or not Linux: gloo knows
-        ([("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "127.0.1.1")], 2),
-        ([("a", "127.0.0.1"), ("b", "10.0.0.2")], 0),
-    ],
-)
-def test_who_cannot_be_reached(places: list[tuple[str, str]], refused: int | None) -> None:
-    """At a loopback address if there are several machines."""
-    failure = network.unreachable(places)
-    assert (failure and failure.rank) == refused
-    if failure is not None:
-        host, address = places[failure.rank]
-        assert failure.host == host
-        assert failure.message.startswith(
-            f"gloo would listen at {address}, which other machines cannot reach"
-        )
 
 
 # --- Two machines' networks -------------------------------------------------------------------------------------------
@@ -98,11 +58,13 @@ def _rank(rank: int, namespace: str, variables: dict[str, str], method: str, ans
     destroy_global_state()
 
 
-def _join(nodes: TwoNodes, method: str, variables: list[dict[str, str]]) -> list[str]:
+def _join(nodes: TwoNodes, methods: list[str], variables: list[dict[str, str]]) -> list[str]:
     context = forked()
     answers: Any = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, nodes.namespaces[rank], variables[rank], method, answers))
+        context.Process(
+            target=_rank, args=(rank, nodes.namespaces[rank], variables[rank], methods[rank], answers)
+        )
         for rank in range(2)
     ]
     for process in ranks:
@@ -116,11 +78,21 @@ def _join(nodes: TwoNodes, method: str, variables: list[dict[str, str]]) -> list
     return [said[rank] for rank in range(2)]
 
 
-def test_the_way_to_rank_0_is_taken(two_nodes: TwoNodes) -> None:
-    """Each node's own interface, without any variable, whatever its host name resolves to."""
+@pytest.mark.parametrize("own_name", [ADDRESSES[0], "localhost"])
+def test_the_way_to_the_others_is_taken(two_nodes: TwoNodes, own_name: str) -> None:
+    """Each node's own interface, without any variable, whatever its host name resolves to on rank 0."""
     first, second = two_nodes.devices
-    method = f"tcp://{ADDRESSES[0]}:29517"
-    assert _join(two_nodes, method, [{}, {}]) == [f"2 {first}", f"2 {second}"]
+    methods = [f"tcp://{name}:29517" for name in (own_name, ADDRESSES[0])]
+    assert _join(two_nodes, methods, [{}, {}]) == [f"2 {first}", f"2 {second}"]
+
+
+def test_what_is_set_stays(two_nodes: TwoNodes) -> None:
+    """Also where the way leads through another interface: gloo then raises."""
+    methods = [f"tcp://{ADDRESSES[0]}:29518"] * 2
+    variables = [{network.GLOO_INTERFACE: "lo"}] * 2
+    for said in _join(two_nodes, methods, variables):
+        assert said.startswith("RuntimeError: Gloo connectFullMesh failed")
+        assert said.endswith(network.ADVICE)
 
 
 def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:
@@ -138,7 +110,7 @@ def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> N
     command = ["ip", "-netns", two_nodes.namespaces[0], "neighbour"]
     subprocess.run([*command, "replace", *neighbour], check=True)
     try:
-        first, second = _join(two_nodes, f"file://{tmp_path / 'store'}", variables)
+        first, second = _join(two_nodes, [f"file://{tmp_path / 'store'}"] * 2, variables)
     finally:
         subprocess.run([*command, "delete", ADDRESSES[1], "dev", two_nodes.devices[0]], check=True)
     for said in (first, second):
