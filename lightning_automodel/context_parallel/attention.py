@@ -96,16 +96,16 @@ def context_parallel_attention(
     options["enable_gqa"] = query.shape[-3] != key.shape[-3]
     slices = _current
     mask = None
+    if attention_mask is not None:
+        rows = torch.arange(query.shape[-2], device=query.device)
+        if slices is not None:
+            rows = slices.own_positions(query.device)
+            attention_mask = slices.gather_mask(attention_mask)
+        mask = _mask(rows, is_causal, attention_mask)
     if slices is None:
-        if attention_mask is not None:
-            rows = torch.arange(query.shape[-2], device=query.device)
-            mask = _mask(rows, is_causal, attention_mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
         )
-    if attention_mask is not None:
-        rows = slices.own_positions(query.device)
-        mask = _mask(rows, is_causal, slices.gather_mask(attention_mask))
     return attend_across(query, key, value, mask, is_causal, options)
 
 

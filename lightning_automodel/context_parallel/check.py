@@ -28,8 +28,8 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
 
-Outputs = list[tuple[nn.Module, Tensor]]
-"""Modules, and a tensor that each has returned, in the order in which the modules have ended."""
+Outputs = dict[tuple[nn.Module, int], Tensor]
+"""Tensors that modules have returned, by module and number, in the order in which modules have ended."""
 
 _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 
@@ -128,22 +128,14 @@ class FirstStepCheck:
         in_slices = self._outputs(module, arguments, first.sliced)
         is_wide = torch.get_float32_matmul_precision() == "highest"
         epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
-        own_outputs: dict[nn.Module, list[Tensor]] = {}
-        for submodule, own in in_slices:
-            own_outputs.setdefault(submodule, []).append(own)
-        num_calls = Counter(submodule for submodule, _ in whole)
-        for submodule, output in whole:
-            outputs = own_outputs.get(submodule, [])
-            # As the activation function of a mixture of experts, which runs for each expert that a slice needs.
-            if len(outputs) != num_calls[submodule]:
-                continue
-            num_calls[submodule] -= 1
-            own = outputs.pop(0)
+        for (submodule, number), output in whole.items():
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = first.cut(output)
             # What the called module returns without positions, as a pooled [b, d], must be that of the whole.
             is_compared = expected is not output or (submodule is module and output.ndim > 1)
+            # Experts of a mixture may get no token of a slice, and so end less often.
+            own = in_slices.get((submodule, number), output)
             if is_compared and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
                 if error > math.sqrt(epsilon) / 2:
@@ -151,12 +143,14 @@ class FirstStepCheck:
 
     def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> Outputs:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
-        found: Outputs = []
+        found: Outputs = {}
+        numbers = Counter[nn.Module]()
 
         def note(submodule: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # Copies, as operations in place may follow.
-            floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-            found.extend((submodule, torch_internals.local_tensor(tensor).clone()) for tensor in floating)
+            for tensor in filter(torch.is_floating_point, tensors_in(output)):
+                numbers[submodule] += 1
+                # A copy, as operations in place may follow.
+                found[submodule, numbers[submodule]] = torch_internals.local_tensor(tensor).clone()
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
             try:

@@ -29,36 +29,32 @@ class SequenceSlices:
     """
 
     def __init__(self, rank: int, options: StrategyOptions, adds_mask: bool = False) -> None:
+        self._options = options
         self._num_chunks = 2 * options.context_parallel_size
         self.chunks = rank, self._num_chunks - 1 - rank
-        self._label_key = options.label_key
-        self._label_shift = options.label_shift
         self._adds_mask = adds_mask
-        self._padding = {
-            _IDS: 0,
-            _POSITIONS: 0,
-            _MASK: 0,
-            options.label_key: options.ignore_index,
-            SHIFTED_LABELS: options.ignore_index,
-        }
+        labels = dict.fromkeys((options.label_key, SHIFTED_LABELS), options.ignore_index)
+        self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, **labels}
 
     def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
         """How the sequences of a batch are sliced across the ranks of ``group``."""
-        length = self._length(batch)
-        chunk = self._chunk_length(length)
+        length = self._ids(batch).shape[-1]
         is_masked = batch.get(_MASK) is not None
-        return Slices(group, self.chunks, chunk, length, is_masked, self._documents(batch))
+        return Slices(
+            group, self.chunks, self._chunk_length(length), length, is_masked, self._documents(batch)
+        )
 
-    def _length(self, batch: Any) -> int:
-        """Positions of each sequence of a batch, which must be a mapping with ``input_ids``."""
+    def _ids(self, batch: Any) -> Tensor:
+        """[b, s] ``input_ids`` of a batch, which must be a mapping with them."""
         if not (isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor)):
             got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
                 f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a"
                 f" mapping with input_ids [b, s], got {got}: return {{'input_ids': [b, s],"
-                f" {self._label_key!r}: [b, s]}} from the collate function."
+                f" {self._options.label_key!r}: [b, s]}} from the collate function."
             )
-        return batch[_IDS].shape[-1]
+        ids: Tensor = batch[_IDS]
+        return ids
 
     def _chunk_length(self, length: int) -> int:
         """Positions of a chunk; those after the end of the sequence are padding."""
@@ -83,10 +79,10 @@ class SequenceSlices:
         shape of ``input_ids`` are sliced; other entries are unchanged.
         """
         sliced = self.complete(batch)
-        length = self._length(batch)
+        shape = batch[_IDS].shape
         for key, tensor in sliced.items():
-            if isinstance(tensor, Tensor) and (key in self._padding or tensor.shape == batch[_IDS].shape):
-                self._check(key, tensor, length)
+            if isinstance(tensor, Tensor) and (key in self._padding or tensor.shape == shape):
+                self._check(key, tensor, shape[-1])
                 sliced[key] = self._cut(tensor, self._padding.get(key, 0))
         return sliced
 
@@ -97,23 +93,21 @@ class SequenceSlices:
         the last token of a slice keeps its label, which is in the next slice. They are then stored as
         ``shift_labels``, and reading ``labels`` raises.
         """
-        length = self._length(batch)
-        if isinstance(batch, MutableMapping):
-            completed = copy.copy(batch)
-        else:
-            completed = dict(batch)
+        ids = self._ids(batch)
+        completed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         if batch.get(_POSITIONS) is None:
-            completed[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
+            completed[_POSITIONS] = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
         if self._adds_mask and batch.get(_MASK) is None:
-            completed[_MASK] = torch.ones_like(batch[_IDS])
-        if self._label_shift and self._label_key in batch:
+            completed[_MASK] = torch.ones_like(ids)
+        key = self._options.label_key
+        shift = self._options.label_shift
+        if shift and key in batch:
             if SHIFTED_LABELS not in batch:
-                self._check(self._label_key, batch[self._label_key], length)
-                shifted = batch[self._label_key][..., self._label_shift :]
-                completed[SHIFTED_LABELS] = F.pad(
-                    shifted, (0, length - shifted.shape[-1]), value=self._padding[self._label_key]
-                )
-            completed[self._label_key] = ShiftedAway()
+                labels = batch[key]
+                self._check(key, labels, ids.shape[-1])
+                labels = F.pad(labels, (0, shift), value=self._options.ignore_index)
+                completed[SHIFTED_LABELS] = labels[..., shift:]
+            completed[key] = ShiftedAway()
         return completed
 
     def _check(self, key: str, tensor: Tensor, length: int) -> None:

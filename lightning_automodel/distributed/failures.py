@@ -64,10 +64,7 @@ class RankFailure:
         """The failure that ``exception``, raised in ``where`` on this rank, reports: another rank's or its own."""
         if isinstance(exception, RankFailedError):
             return exception.failure
-        message = message_of(exception)
-        if isinstance(exception, SystemExit):
-            message = f"exit status {exception.code}"
-        message = message[:MAX_MESSAGE_CHARACTERS]
+        message = message_of(exception)[:MAX_MESSAGE_CHARACTERS]
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message)
 
     def __str__(self) -> str:
@@ -92,11 +89,8 @@ class RankFailedError(RuntimeError):
     """Raised on every rank that has to stop because another rank failed; ``failure`` says where, and how."""
 
     def __init__(self, failure: RankFailure) -> None:
-        super().__init__(str(failure))
+        super().__init__(failure)
         self.failure = failure
-
-    def __reduce__(self) -> tuple[type["RankFailedError"], tuple[RankFailure]]:
-        return type(self), (self.failure,)
 
 
 def message_of(exception: BaseException) -> str:

@@ -16,7 +16,7 @@ A failure that a rank reports comes from one of these lines, all of which end in
     is missing                           a meeting that it did not come to: `meeting.meet`
     waited in vain, with the table       the first rank whose collective failed: `Watch.why`
 
-Whoever learns of a failure says so, and rank 0 stays until all have (`Heart.linger`).
+Whoever learns of a failure says so, and rank 0 stays until all have (`Heart.close`).
 """
 
 import json
@@ -33,7 +33,6 @@ import torch.distributed as dist
 from lightning_automodel.distributed import failures, meeting, processes
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record
 from lightning_automodel.distributed.last_resort import end_process
-from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, parse_record
 from lightning_automodel.distributed.store import RANKS_PER_SECOND, without_prefixes
 
 log = logging.getLogger(__name__)
@@ -93,8 +92,7 @@ class Heart:
         self._read: list[str] = []  # the keys that the newest beat read
         self._learning = threading.Lock()
         self._host = Record()  # rank 0's newest record
-        self._watched = rank
-        self._watch_next()
+        self._watch_before(rank)
         self._threads = [
             threading.Thread(target=target, name="lightning_automodel heart", daemon=True)
             for target in (self._beat_on, self._switch)
@@ -158,7 +156,7 @@ class Heart:
             self.failure = self.failure or failure
         self.is_over.set()
         if self.store_answers:
-            meeting.linger(self.store, FAILURE, self.rank, self.ranks, limit_s=0.0)
+            meeting.linger(self.store, meeting.FAILURE, self.rank, self.ranks, limit_s=0.0)
         return self.failure
 
     def lose_store(self, what: str) -> RankFailure:
@@ -166,24 +164,23 @@ class Heart:
         self.store_answers = False
         return self.learn(failures.lost_store(self._host, what))
 
-    def linger(self) -> None:
-        """After a failure: rank 0 stays until the others know of it, 2.5 s at most."""
-        if self.store_answers and self.failure is not None:
-            meeting.linger(self.store, FAILURE, self.rank, self.ranks, LINGER_AFTER_FAILURE_S)
-
     def retire(self) -> None:
         """From now on barriers and first-rank blocks of this process do without this heart: its rank leaves."""
         if self in running:
             running.remove(self)
 
     def close(self) -> None:
-        """Say that this rank has left, unless there is a failure, and end the threads, unless one is stuck."""
+        """Say that this rank has left, unless there is a failure, and end the threads, unless one is stuck.
+
+        After a failure rank 0 stays until the others know of it, 2.5 s at most.
+        """
+        if self.store_answers and self.failure is not None:
+            meeting.linger(self.store, meeting.FAILURE, self.rank, self.ranks, LINGER_AFTER_FAILURE_S)
         self.record.has_left = True
         self.is_over.set()
         self.retire()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(JOIN_S + 2 * self.interval_s)
+            thread.join(JOIN_S + 2 * self.interval_s)
 
     # --- The heart ----------------------------------------------------------------------------------
 
@@ -205,27 +202,27 @@ class Heart:
     def beat(self) -> None:
         """Write this rank's record, read what concerns it, and judge the rank before it."""
         self._say()
-        keys = [FAILURE, *self.keys, f"record/{self._watched}", "record/0"]
+        keys = [meeting.FAILURE, *self.keys, f"record/{self._watched}", "record/0"]
         if keys != self._read:
-            make(self.store, keys)
+            meeting.make(self.store, keys)
             self._read = keys
         posted, *values, watched, host = self.store.multi_get(keys)
-        failure = parse_failure(posted)
+        failure = meeting.parse_failure(posted)
         if failure is not None:
             self.learn(failure)
-        self._host = parse_record(host)
+        self._host = meeting.parse_record(host)
         self.exchange(values)
         if self._watched != self.rank:
-            self._hear(parse_record(watched))
+            self._hear(meeting.parse_record(watched))
 
     def _say(self) -> None:
         self.describe()
         self.record.beat += 1
         self.store.set(f"record/{self.rank}", json.dumps(asdict(self.record)))
 
-    def _watch_next(self) -> None:
-        """Watch the rank before the one that was watched so far."""
-        self._watched = self.ranks[self.ranks.index(self._watched) - 1]
+    def _watch_before(self, rank: int) -> None:
+        """Watch the rank before ``rank``."""
+        self._watched = self.ranks[self.ranks.index(rank) - 1]
         self._note(Record())
 
     def _note(self, record: Record) -> None:
@@ -238,7 +235,7 @@ class Heart:
         """Judge the watched rank by its record: whether it has ended before the others, or its record stands still."""
         own = self.record
         if record.has_left or (record.has_ended and processes.state_of(record.process) == processes.GONE):
-            self._watch_next()
+            self._watch_before(self._watched)
         elif record.has_ended:
             if own.step > record.step and own.training == record.training and not own.has_ended:
                 self.post(failures.left_behind(self._watched, record, self.rank, own.step))

@@ -51,9 +51,9 @@ class Rendezvous:
     @property
     def place(self) -> str:
         """Where the ranks meet, for messages."""
-        if self.method == ENVIRONMENT and self.address:
-            return "{}:{} (env://)".format(*self.address)
-        return self.method
+        if self.address is None:
+            return self.method
+        return "{}:{}".format(*self.address)
 
     @property
     def hosts_store(self) -> bool:
@@ -148,7 +148,6 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
         wait_for_workers=False,
         timeout=timeout,
         multi_tenant=found.hosts_store,
-        master_listen_fd=_listen(host, port) if found.hosts_store else None,
     )
     if found.hosts_store:
         _hosted.setdefault(port, store)
@@ -157,18 +156,6 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
 
 _hosted: dict[int, dist.Store] = {}
 """Stores that this process hosts, by port, until it ends: the others may come back to one before it does."""
-
-
-def _listen(host: str, port: int) -> int | None:
-    """A listening socket on the interface of ``host`` alone, an IPv4 address; None for a name.
-
-    A name may mean another interface elsewhere. On all interfaces, a store stalls if looking up names fails.
-    """
-    try:
-        socket.inet_aton(host)
-        return socket.create_server((host, port)).detach()
-    except OSError:  # of a port in use torch raises, unless a store of this process has it
-        return None
 
 
 def _try_until(deadline: float, function: Callable[[], object]) -> None:
@@ -228,15 +215,15 @@ def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[
         addresses = meeting.meet(store, JOIN, rank, ranks, own_address, deadline - time.monotonic(), check)
         for address in addresses:  # rank 0 may know itself by a loopback address
             network.choose_interface(address)
-    except (dist.DistError, OSError):
-        raise
     except BaseException as error:
         with contextlib.suppress(dist.DistError, OSError):
             meeting.post(store, RankFailure.from_exception(error, rank, JOIN))
-            _end_round(rounds, number)
         meeting.linger(store, JOIN, rank, ranks, LINGER_AFTER_FAILURE_S)
         raise
-    _end_round(rounds, number)
+    finally:
+        # Whoever comes later is in the next round. Every rank says so before it may come again.
+        with contextlib.suppress(dist.DistError, OSError):
+            rounds.compare_set("round", str(number), str(number + 1))
     return dist.PrefixStore(str(number), dist.PrefixStore(KEYS, opened)), store
 
 
@@ -262,11 +249,6 @@ def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
         )
     if problem:
         raise RankFailedError(RankFailure(found.rank, host, JOIN, "ValueError", problem))
-
-
-def _end_round(rounds: dist.Store, number: int) -> None:
-    """Whoever comes later is in the next round. Every rank says so before it may come again."""
-    rounds.compare_set("round", str(number), str(number + 1))
 
 
 def leave(found: Rendezvous, store: dist.Store, linger_s: float) -> None:

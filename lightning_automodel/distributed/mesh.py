@@ -194,7 +194,14 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         if sizes.context > 1:
             context = {CONTEXT: sizes.context}
         dimensions = {REPLICATE: sizes.replicate, **shards, **context, TENSOR: sizes.tensor}
-        views = view_mesh(_make_mesh(device_type, dimensions), sizes, (REPLICATE, SHARD), TENSOR)
+        ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dimensions.values())
+        # `init_device_mesh` would ask the store for each group of one rank on all ranks.
+        groups = [
+            process_groups.make_group(ranks.movedim(axis, -1).reshape(-1, size).tolist())
+            for axis, size in enumerate(ranks.shape)
+        ]
+        mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dimensions))
+        views = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
         # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second group of
         # the same ranks, that connects to nothing before it is used.
         process_groups.flatten_mesh(views.data_parallel, DATA)
@@ -205,19 +212,6 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
             if group is not dist.group.WORLD:
                 group.set_timeout(timeout)
     return built
-
-
-def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
-    """A mesh of the world. A collective over the world.
-
-    ``init_device_mesh`` would ask the store for each group of one rank on all ranks.
-    """
-    ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dimensions.values())
-    groups = [
-        process_groups.make_group(ranks.movedim(axis, -1).reshape(-1, size).tolist())
-        for axis, size in enumerate(ranks.shape)
-    ]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dimensions))
 
 
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:

@@ -5,10 +5,10 @@ that this machine's host name resolves to. On some machines that is the loopback
 reach: gloo would hang, or fail on some ranks.
 """
 
+import fcntl
 import os
 import socket
 import struct
-import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -37,19 +37,10 @@ def choose_interface(host: str) -> str:
         own: str = asking.getsockname()[0]
         if not (os.environ.get(GLOO_INTERFACE) or own.startswith(LOOPBACK)):
             for _, name in socket.if_nameindex():
-                if _address_of(name, asking) == own:
-                    os.environ[GLOO_INTERFACE] = name
+                with suppress(OSError):  # without an IPv4 address
+                    request = struct.pack("256s", name.encode()[:15])
+                    found = fcntl.ioctl(asking, _READ_IPV4_ADDRESS, request)[20:24]
+                    if found == socket.inet_aton(own):
+                        os.environ[GLOO_INTERFACE] = name
         return own
-    return ""
-
-
-def _address_of(interface: str, asking: socket.socket) -> str:
-    """The IPv4 address of a network interface of this machine; empty if it has none, and beside Linux."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-
-    with suppress(OSError):
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(asking, _READ_IPV4_ADDRESS, request)[20:24])
     return ""

@@ -2,7 +2,7 @@
 
 What a supervisor knows of its rank:
 
-    _failed_at          when its run raised, until the next run; None otherwise
+    has_failed          its run has raised: it leaves after a failure of its own or of another rank, or a stop of all
     watch               the watch over the others; None before they have joined, after the run, and on a single rank
     _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
 """
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -60,25 +59,24 @@ class Supervisor:
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
         self._handler_process = 0
         self._previous_handler: Any = None
-        self._failed_at: float | None = None  # on the monotonic clock
+        self.has_failed = False
         self.weights_only: bool | None = None
         self.find_ended: Callable[[], dict[int, str]] = dict
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""
-        self._failed_at = None
+        self.has_failed = False
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
             result = function(*args, **kwargs)
-            self._raise_what_came_late()
-            self._end()
+            self._end_together()
             return result
         except lightning_internals.TunerExitException:
             self._end()
             raise
         except BaseException as exception:
-            self._failed_at = time.monotonic()
+            self.has_failed = True
             self._leave(exception)
             raise
 
@@ -103,10 +101,12 @@ class Supervisor:
         if watch is None:  # a single rank
             return
 
-        # What must be said before anything that may not return.
+        # What must be said before anything that may not return, as groups of an accelerator.
+        has_devices = bool(process_groups.accelerator_backends())
         if watch.failure is None:
             watch.note_raised(exception)
-            _print_first(exception)
+            if has_devices:
+                log.error("rank %d raised, and leaves:", watch.rank, exc_info=exception)
             self._before_posting()
 
         # Who failed: this rank, another one that is known, or one that the records tell.
@@ -118,7 +118,12 @@ class Supervisor:
         # The way out.
         if culprit is not None:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
-        _free_device()
+        if has_devices:
+            # Those of the host stay, to save a checkpoint.
+            with _limited("aborting its process groups"), contextlib.suppress(Exception):
+                process_groups.abort_accelerators()
+                # What `on_exception` hooks read has no limit: end here if the device is not free.
+                torch.accelerator.synchronize()
         if culprit is not None:
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
@@ -203,11 +208,6 @@ class Supervisor:
         return self.watch is not None and self.watch.stop.is_decided and self.watch.failure is None
 
     @property
-    def has_failed(self) -> bool:
-        """Whether this rank is leaving after a failure of its own or of another rank, or a stop of all."""
-        return self._failed_at is not None
-
-    @property
     def is_alone(self) -> bool:
         """Whether this rank must save and decide without the others: after a failure, but not at a stop of all."""
         return self.watch is not None and self.has_failed and not self._stops_together
@@ -217,8 +217,6 @@ class Supervisor:
         if not self.has_failed:
             return
         stops_together = self._stops_together
-        if self.watch is not None:
-            self.watch.linger()
         self._end()
         if process_group.group_size() > 1:
             with _limited("destroying its process groups"):
@@ -230,8 +228,8 @@ class Supervisor:
             self.watch = None
         self._handler.close()
 
-    def _raise_what_came_late(self) -> None:
-        """Wait for the other ranks: a failure or a SIGTERM after the last step shows in no step."""
+    def _end_together(self) -> None:
+        """End the watch with the other ranks: a failure or a SIGTERM after the last step shows in no step."""
         if self.watch is None:
             return
         asked = self.watch.end()
@@ -243,6 +241,7 @@ class Supervisor:
             )
         if any(asked) or self.watch.stop.is_asked_here:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        self._end()
 
     def _patch_sigterm(self) -> bool:
         """Set the handler, where this is the main thread; returns whether it is set."""
@@ -258,40 +257,18 @@ class Supervisor:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        if self._failed_at is not None:
-            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not
-            # for ever.
-            if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
-                self._handler.close()
-                os.kill(os.getpid(), signum)
+        if self.has_failed:  # a launcher sends SIGTERM to the remaining ranks: let this one report the cause
             return
         watch = self.watch
         if watch is not None and watch.failure is not None:
             if frame is not None and frame.f_code is Supervisor.run.__code__:
                 return  # the function has returned or raised: what comes next asks for the failure
-            raise RankFailedError(watch.failure)
+            watch.raise_failure()
         if callable(self._previous_handler):
             self._previous_handler(signum, frame)
         if watch is None or watch.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         watch.stop.ask()
-
-
-def _print_first(exception: BaseException) -> None:
-    """Print the traceback, where what comes next may not return: a device that others leave waiting, or that failed."""
-    is_no_error = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
-    if process_groups.accelerator_backends() and not is_no_error:
-        log.error("rank %d raised, and leaves:", process_group.group_rank(), exc_info=exception)
-
-
-def _free_device() -> None:
-    """Abort the groups of accelerators, in half a minute at most. Those of the host stay, to save a checkpoint."""
-    if not process_groups.accelerator_backends():
-        return
-    with _limited("aborting its process groups"), contextlib.suppress(Exception):
-        process_groups.abort_accelerators()
-        # What `on_exception` hooks read has no limit: end here if the device is not free.
-        torch.accelerator.synchronize()
 
 
 def _limited(what: str) -> contextlib.AbstractContextManager[None]:

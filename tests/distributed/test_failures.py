@@ -41,7 +41,7 @@ def test_failure_travels_whole() -> None:
     ("failure", "ending"),
     [
         (ValueError(), "failed in setup: ValueError"),
-        (SystemExit(3), "failed in setup: SystemExit: exit status 3"),
+        (SystemExit(3), "failed in setup: SystemExit: 3"),
         (KeyboardInterrupt(), "was interrupted in setup"),
         (MISSED_HEARTBEATS, "missed heartbeats, last seen in setup: nothing for 6 s"),
         (PROCESS_ENDED, "was last seen in setup: nothing for 6 s"),

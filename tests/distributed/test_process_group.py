@@ -164,7 +164,7 @@ def failures(
         cases = {
             "environment": Case(
                 [Launched(_wait_briefly, {}, **place(ports["env"], rank, 4)) for rank in (0, 2)],
-                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']} (env://)", waited],
+                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']}", waited],
             ),
             "file": Case(
                 [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
@@ -177,7 +177,7 @@ def failures(
                     )
                     for rank in (0, 2)
                 ],
-                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port} (env://)", waited],
+                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited],
             ),
             "no host": Case(
                 [Launched(_wait_briefly, {}, **place(ports["host"], 1, 2))],
@@ -198,7 +198,7 @@ def failures(
                         MASTER_PORT=str(ports["lightning"]),
                     ),
                 ],
-                ["for ranks 1:", NOT_THERE, f"join at tcp://{LOOPBACK}:{ports['lightning']}", waited],
+                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{ports['lightning']}", waited],
             ),
             "port in use": Case(
                 [Launched(_wait_briefly, {}, **place(busy, 0, 2))],
@@ -207,7 +207,7 @@ def failures(
                     "holds the store",
                     f"port: {busy}",
                     "EADDRINUSE",
-                    f"{LOOPBACK}:{busy} (env://)",
+                    f"{LOOPBACK}:{busy}",
                 ],
             ),
             "twins": Case(
@@ -296,7 +296,7 @@ def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
         "which holds the store of the process group, has not answered for 8 s; all ranks must join at"
         in printed
     )
-    assert f"{LOOPBACK}:{port} (env://) within 3 s" in printed
+    assert f"{LOOPBACK}:{port} within 3 s" in printed
 
 
 def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 
@@ -77,7 +78,7 @@ def test_requeue_beside_sigterm(reasons: tuple[str, str]) -> None:
         agreement.ask(reason)
     assert agreement.is_asked_here
     exchange([agreement], store)
-    assert store.get(STOP).decode() == f"0|{REQUEUE}"
+    assert json.loads(store.get(STOP)) == [0, REQUEUE]
 
 
 def test_waiting_step_goes_on_when_released() -> None:

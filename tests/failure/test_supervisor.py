@@ -129,7 +129,7 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
         pass
     with pytest.raises(RuntimeError, match="device-side assert"), guard.tearing_down():
         raise RuntimeError("device-side assert")
-    guard._failed_at = 0.0
+    guard.has_failed = True
     with guard.tearing_down():
         raise RuntimeError("device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
     (record,) = caplog.records
@@ -150,7 +150,7 @@ def _leave(
     watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
     vars(watch).update(patches)
     supervisor.watch = watch
-    supervisor._failed_at = 0.0
+    supervisor.has_failed = True
     try:
         supervisor._leave(exception)
     finally:
