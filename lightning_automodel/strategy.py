@@ -886,7 +886,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
+        return self._saver.model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -21,15 +21,12 @@ from lightning_automodel.checkpoint.state_dict import (
     model_state,
     under_own_names,
 )
-from lightning_automodel.checkpoint.tree import Entry, leaves, mapped
+from lightning_automodel.checkpoint.tree import Entry, mapped
 from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 from lightning_automodel.sharding.whole_copies import write_part
-
-_OF_EARLIER_COMMITS = {"lightning_automodel_shards", "lightning_automodel_parameter_names"}
-"""Keys of files that commits of 0.2 have written whose optimizers this version does not resume."""
 
 
 class CheckpointLoader:
@@ -147,6 +144,7 @@ class CheckpointLoader:
             for name, value in checkpoint.get(MODEL, {}).items()
             if isinstance(value, Tensor)
         }
+        states = self._read({OPTIMIZERS: checkpoint.get(OPTIMIZERS)})[OPTIMIZERS]
         with on_every_rank(self._what):
             if self._loops != repr(checkpoint.get("loops")):
                 raise CheckpointError(
@@ -155,7 +153,6 @@ class CheckpointLoader:
                     " from the weights, load them in the module (load_from_checkpoint) and call fit"
                     " without ckpt_path"
                 )
-            states = mapped(checkpoint[OPTIMIZERS], self._part, (OPTIMIZERS,))
             # None, if a hook has emptied the list.
             for named, state in zip(self._named, states, strict=bool(states)):
                 load_state(named, state, saved_dtypes)
@@ -179,54 +176,37 @@ class CheckpointLoader:
             raise CheckpointError(
                 f"it holds {len(states)} optimizers, and this run has {len(self._named)}: {AS_SAVED}"
             )
-        notes = [note for state in states for note in state.get("lightning_automodel", {}).values()]
-        if "local" in notes or not _OF_EARLIER_COMMITS.isdisjoint(checkpoint):
-            raise CheckpointError(
-                "an earlier commit of lightning_automodel 0.2 has written it, which alone can resume from it:"
-                " load the weights (load_from_checkpoint)"
-            )
         pairs = enumerate(zip(states, self._named, strict=True))
         return [state_here(state, named, index) for index, (state, named) in pairs]
 
     def _read(self, tree: dict[str, Any]) -> dict[str, Any]:
         """``tree`` with values, for each rank its part of what is to be sharded. A collective."""
-        targets: dict[str, Tensor] = {}
-        with on_every_rank(self._what):
-            for path, leaf in leaves(tree):
-                if not isinstance(leaf, Entry) or leaf.value is not None or leaf.key in targets:
-                    continue
-                if (into := self._target(path, leaf)) is not None:
-                    targets[leaf.key] = into
-        if self._shards is not None:
-            self._shards.read(targets)
-        used: set[str] = set()
+        read: list[tuple[str, Tensor]] = []
 
-        def value(path: TreePath, leaf: Any) -> Any:
-            if not isinstance(leaf, Entry) or leaf.value is not None:
-                return self._part(path, leaf)
-            if leaf.key not in targets:
-                return leaf  # read when somebody computes with it
-            if leaf.key in used:  # under two names
-                return targets[leaf.key].clone()
-            used.add(leaf.key)
-            return targets[leaf.key]
+        def place(path: TreePath, leaf: Any) -> Any:
+            if isinstance(leaf, Entry) and leaf.value is not None:
+                leaf = leaf.value  # a hook has computed with it
+            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+                return leaf
+            into = self._target(path, leaf)
+            if into is None:
+                return leaf
+            if isinstance(leaf, Entry):
+                read.append((leaf.key, into))
+            else:
+                write_part(into, leaf)
+            return into
 
         filled: dict[str, Any] = {}
         with on_every_rank(self._what):
-            filled = mapped(tree, value)
+            filled = mapped(tree, place)
+        targets = dict(read)
+        if self._shards is not None:
+            self._shards.read(targets)
+        for key, into in read:
+            if into is not targets[key]:  # under two names
+                into.copy_(targets[key])
         return filled
-
-    def _part(self, path: TreePath, leaf: Any) -> Any:
-        """This rank's part of a tensor in host memory, if that is to be sharded; else the leaf. Not a collective."""
-        if isinstance(leaf, Entry):
-            leaf = leaf.read()
-        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
-            return leaf
-        into = self._target(path, leaf)
-        if into is None:
-            return leaf
-        write_part(into, leaf)
-        return into
 
     def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
         """The new tensor that a tensor of the checkpoint is read into; None if it stays as it is.

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, some
 from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, Path, keyed_leaves, leaves, mapped
+from lightning_automodel.checkpoint.tree import PLAIN, Path, leaves, mapped
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.internals.torch import without_wrappers
 
@@ -90,7 +90,7 @@ class NamedOptimizer:
         owned: dict[str, Any] = {}
         if has_groups(state):
             owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
-        digests = {key: _digest(leaf) for key, _, leaf in keyed_leaves(state)}
+        digests = {key: _digest(leaf) for key, _, leaf in leaves(state)}
         if group is not None and (difference := disagreement(digests, group)):
             raise CheckpointError(
                 f"the optimizer {type(self.optimizer).__name__} keeps other values on each rank, and a"
@@ -111,10 +111,9 @@ class NamedOptimizer:
         for_one_file: bool,
     ) -> None:
         """Add all owners' states of parameters that are stepped whole, of which this rank has ``owned``."""
+        of_ranks = gather_objects(mapped(owned, _without_values), group)
         if for_one_file:
-            of_ranks = gather_to_first(whole(owned, keep=True), group)
-        else:
-            of_ranks = gather_objects(mapped(owned, _without_values), group)
+            of_ranks += gather_to_first(whole(owned, keep=True), group)
         for states_of_rank in of_ranks:
             state["state"].update(states_of_rank)
         state["state"].update(owned)
@@ -218,7 +217,11 @@ def load_state(
             parameter = named.parameters.get(name)
             if number in given and parameter is not None and parameter.dtype == saved_dtypes.get(name):
                 loaded = optimizer.state[parameter]
-                loaded.update(mapped(given[number], partial(_as_saved, dict(leaves(loaded)))))
+                loaded.update(
+                    mapped(
+                        given[number], partial(_as_saved, {path: leaf for _, path, leaf in leaves(loaded)})
+                    )
+                )
 
     # After the hooks of the user's that change what is loaded, and before those that change what was.
     hooks = [

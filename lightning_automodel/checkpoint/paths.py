@@ -122,6 +122,15 @@ def remove(path: str) -> None:
         filesystem.rm(place, recursive=True)
 
 
+def remove_others(url: str, folder: str) -> None:
+    """Remove all other files of earlier saves beside the ``folder`` at ``url``. Called by one rank."""
+    filesystem, place = url_to_fs(url)
+    for path in filesystem.ls(place, detail=False):
+        name = path.rstrip("/").rpartition("/")[2]
+        if name != folder and name.startswith(TEMPORARY):
+            filesystem.rm(path, recursive=True)
+
+
 def temporary_name() -> str:
     """A new name for a file or directory that is about to be written or removed."""
     return f"{TEMPORARY}{uuid.uuid4().hex}"

@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import is_of_all_ranks, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
-from lightning_automodel.checkpoint.tree import check_pickled, keyed_leaves, leaves
+from lightning_automodel.checkpoint.tree import check_pickled, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
@@ -81,7 +81,7 @@ class CheckpointSaver:
         self._chosen = chosen
         self._in_background = in_background
         self._timeout = timeout
-        # By id: tensors that Lightning has got for a directory. A hook may have put others in their place since.
+        # By id: tensors that Lightning has got. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._pending: Future[None] | None = None
         self._pending_path = ""
@@ -113,31 +113,23 @@ class CheckpointSaver:
 
     # --- States, for Lightning's checkpoint -------------------------------------------------------
 
-    def model_state(self, module: "pl.LightningModule", is_together: bool) -> dict[str, Any]:
-        """The state of ``module`` by parameter name: shards for a directory, for one file whole on rank 0.
-
-        A collective for one file, unless the ranks are no longer ``is_together``: after a failure shards
-        stay, since saving finds out whether the other ranks still come.
-        """
-        return self._in_form(state_dict.model_state(module), is_together)
+    def model_state(self, module: "pl.LightningModule") -> dict[str, Any]:
+        """The state of ``module`` by parameter name, with shards. Not a collective."""
+        return self._note(state_dict.model_state(module))
 
     def optimizer_state(self, named: NamedOptimizer, is_together: bool) -> dict[str, Any]:
-        """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together."""
-        if self.is_sharded and is_together:
-            collectives.named_barrier("save_checkpoint", self._timeout)
-            state = named.state_to_save(self._host_group(), for_one_file=not self.as_directory)
-        else:
-            state = named.state()
-        return self._in_form(state, is_together)
+        """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together.
 
-    def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
-        if self.as_directory:
-            self._given.update((id(leaf), leaf) for _, leaf in leaves(state) if isinstance(leaf, Tensor))
-            return state
+        After a failure they are not ``is_together``; saving finds out whether the other ranks still come.
+        """
         if not self.is_sharded or not is_together:
-            return state
-        collectives.named_barrier("state_dict", self._timeout)
-        return state_dict.whole(state, keep=group_rank() == 0)
+            return self._note(named.state())
+        collectives.named_barrier("save_checkpoint", self._timeout)
+        return self._note(named.state_to_save(self._host_group(), for_one_file=not self.as_directory))
+
+    def _note(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._given.update((id(leaf), leaf) for *_, leaf in leaves(state) if isinstance(leaf, Tensor))
+        return state
 
     # --- One save ---------------------------------------------------------------------------------
 
@@ -213,7 +205,8 @@ class CheckpointSaver:
                 _leave_out_shards(checkpoint, module)
                 if group_rank() == 0:
                     check_pickled(checkpoint)
-        self._check_edits(checkpoint, target)
+        if self.is_sharded or self.as_directory:
+            self._check_edits(checkpoint, target)
         if self.as_directory:
             return prepare_shards(checkpoint, target, copies)
         if self.is_sharded:
@@ -229,10 +222,8 @@ class CheckpointSaver:
         group = self._host_group()
         if group is None:
             return
-        if not self.as_directory:
-            checkpoint = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         found: dict[str, str] = {}
-        for key, path, leaf in keyed_leaves(checkpoint):
+        for key, path, leaf in leaves(checkpoint):
             if is_of_all_ranks(path, leaf):
                 origin = "the run's" if self._given.get(id(leaf)) is leaf else "a hook's"
                 found[key] = f"{origin} ({leaf.dtype} of shape {list(leaf.shape)})"
@@ -336,7 +327,7 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
     if not isinstance(saved, dict):
         return
     parts = [
-        name for name, value in saved.items() if any(_is_sharded_module(leaf) for _, leaf in leaves(value))
+        name for name, value in saved.items() if any(_is_sharded_module(leaf) for *_, leaf in leaves(value))
     ]
     if parts:
         checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}

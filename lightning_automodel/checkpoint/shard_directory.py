@@ -35,7 +35,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
-from lightning_automodel.checkpoint.tree import Entry, leaves, mapped, mapped_tensors
+from lightning_automodel.checkpoint.tree import Entry, mapped, mapped_by_key
 from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
@@ -97,19 +97,16 @@ class ShardWriter(torch_internals.FsspecWriter):
         table = f"{self._folder}/{METADATA}"
         manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(paths.read_file(table))}
         paths.write_file(f"{self._folder}/{REST}", self._rest)
-        if paths.is_local(self._folder):
-            paths.write_file(f"{self._folder}/{MANIFEST}", json.dumps(manifest).encode())
+        place = self._folder
+        if not paths.is_local(place):
+            place, _, manifest["folder"] = place.rpartition("/")
+        # Last, since at a URL this makes the new files the checkpoint.
+        paths.write_file(f"{place}/{MANIFEST}", json.dumps(manifest).encode())
+        if place == self._folder:
             paths.sync(table)
-            paths.replace(Path(self._folder), Path(self._target))
-            return
-        manifest["folder"] = self._folder.rpartition("/")[2]
-        # Last, since this makes the new files the checkpoint.
-        paths.write_file(f"{self._target}/{MANIFEST}", json.dumps(manifest).encode())
-        filesystem, place = url_to_fs(self._target)
-        for path in filesystem.ls(place, detail=False):
-            name = path.rstrip("/").rpartition("/")[2]
-            if name != manifest["folder"] and name.startswith(paths.TEMPORARY):
-                filesystem.rm(path, recursive=True)
+            paths.replace(Path(place), Path(self._target))
+        else:
+            paths.remove_others(place, manifest["folder"])
 
 
 def _checksum(content: bytes) -> str:
@@ -137,18 +134,18 @@ def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
     """
     own: dict[str, Tensor | None] = {}
 
-    def placed(key: str, path: TreePath, tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor
-        is_shared = is_of_all_ranks(path, tensor)
+    def placed(key: str, path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_quantized:
+            return leaf
+        is_shared = is_of_all_ranks(path, leaf)
         # Extra states may have another size on each rank.
         if not is_shared and (path[0] != MODEL or is_extra_state(path[1])):
-            return tensor
-        is_own = not tensor.is_meta and (is_shared or group_rank() == 0)
-        own[key] = tensor if is_own else None
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return leaf
+        is_own = not leaf.is_meta and (is_shared or group_rank() == 0)
+        own[key] = leaf if is_own else None
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
-    return mapped_tensors(checkpoint, placed), own
+    return mapped_by_key(checkpoint, placed), own
 
 
 def prepare_shards(
@@ -195,42 +192,42 @@ def prepare_shards(
 # --- Reading ----------------------------------------------------------------------------------------------
 
 
-class ShardDirectory:
+class ShardDirectory(FileSystemReader):
     """A directory of shards, open for loading. Opening is not a collective.
 
     Raises an error if a file is missing, if ``.metadata`` or ``meta.pt`` is damaged, or if they hold code
     and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
 
     Attributes:
-        path: Its path.
         tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. Of a directory
             that another program has written, the model's state and what its ``meta.pt`` holds.
     """
 
     def __init__(self, path: str, weights_only: bool | None) -> None:
-        self.path = path
+        self._directory = path
         self._manifest = self._read_manifest()
         folder = path
         if self._manifest and (name := self._manifest["folder"]):
             folder = paths.member(path, name)
+        super().__init__(folder)
+        self._filesystem, self._folder = url_to_fs(folder)
         table = paths.read_file(f"{folder}/{METADATA}")
         if self._manifest and self._manifest["crc32"] != _checksum(table):
             raise CheckpointError(
                 f"{METADATA} has changed since it was written (wrong checksum in {MANIFEST})"
             )
         self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(table)).load()
-        self._reader = _CheckingReader(folder, self._metadata, self._check_unreplaced)
         _check_files(folder, self._metadata)
         tree = load_file(f"{folder}/{REST}", weights_only)
         if not self._manifest:
             tree[MODEL] = self._foreign_model()
         check_model(tree)
-        self.tree: dict[str, Any] = mapped_tensors(tree, self._with_entry)
+        self.tree: dict[str, Any] = mapped_by_key(tree, self._with_entry)
 
     def _read_manifest(self) -> dict[str, str]:
         """The manifest, different in each save; empty if another program wrote the directory."""
         try:
-            content = paths.read_file(f"{self.path}/{MANIFEST}")
+            content = paths.read_file(f"{self._directory}/{MANIFEST}")
         except FileNotFoundError:
             return {}
         manifest: dict[str, str] = json.loads(content)
@@ -263,26 +260,26 @@ class ShardDirectory:
             )
         return state
 
-    def _with_entry(self, key: str, path: TreePath, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
+    def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
         saved = self._metadata.state_dict_metadata.get(key)
         if saved is None and path[0] not in STATES:
-            return tensor  # without values, of somebody's own
-        if getattr(saved, "size", None) != tensor.shape:  # the dtype is compared when it is read
+            return leaf  # without values, of somebody's own
+        if getattr(saved, "size", None) != leaf.shape:  # the dtype is compared when it is read
             raise CheckpointError(f"{METADATA} and {REST} do not agree on {key}")
-        return Entry.of(tensor, key, self.read_all)
+        return Entry.of(leaf, key, self.read_all)
 
     def read(self, targets: dict[str, Tensor], is_alone: bool = False) -> None:
         """Overwrite the ``targets``, by key, each rank its part of them. A collective, unless ``is_alone``.
 
         Raises CheckpointError, then on every rank, if what is read does not have its checksum.
         """
-        with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
+        with on_this_rank(f"Cannot load {self._directory}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(
                 {key: plain_dtensor(target) for key, target in targets.items()},
-                storage_reader=self._reader,
+                storage_reader=self,
                 no_dist=is_alone,
             )
 
@@ -291,16 +288,54 @@ class ShardDirectory:
 
         ``make(size, dtype=)`` makes the tensors that are filled.
         """
-        found = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Entry)]
-        targets = {entry.key: make(entry.shape, dtype=entry.dtype) for entry in found}
+        targets: dict[str, Tensor] = {}
+
+        def place(_: TreePath, leaf: Any) -> Any:
+            if not isinstance(leaf, Entry):
+                return leaf
+            targets[leaf.key] = make(leaf.shape, dtype=leaf.dtype)
+            return targets[leaf.key]
+
+        filled = mapped(tree, place)
         self.read(targets, is_alone=True)
-        return mapped(tree, lambda _, leaf: targets[leaf.key] if isinstance(leaf, Entry) else leaf)
+        return filled
 
     def check(self) -> None:
         """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
         for place in self._metadata.storage_data.values():
-            self._reader.load(place)
+            self._load(place)
         self._check_unreplaced()
+
+    def _load(self, place: Any) -> Tensor:
+        """What lies at a place of the table, compared with its checksums."""
+        end = place.offset + place.length
+        content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
+        stored: Tensor = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
+        return stored
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self._metadata.storage_data[item.storage_index]
+            stored = self._load(place)
+            target = planner.resolve_tensor(item).detach()
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            stored = stored[tuple(slice(start, start + length) for start, length in ranges)]
+            if stored.shape != target.shape or stored.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{item.storage_index.fqn} in {place.relative_path} is {stored.dtype} of shape"
+                    f" {list(stored.shape)}, and {METADATA} has {target.dtype} of shape {list(target.shape)}"
+                )
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        self._check_unreplaced()  # torch raises on all ranks what one of them raises here
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -324,46 +359,3 @@ class _MetadataUnpickler(pickle.Unpickler):
             layouts = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
             return {str(layout): layout for layout in layouts}.__getitem__
         raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
-
-
-class _CheckingReader(FileSystemReader):
-    """Reads with the given ``metadata``; compares entries with their checksums first, and calls ``check`` at last."""
-
-    def __init__(self, folder: str, metadata: Metadata, check: Callable[[], None]) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-        self._check = check
-        self._filesystem, self._folder = url_to_fs(folder)
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def load(self, place: Any) -> Tensor:
-        """What lies at a place of the table."""
-        file = f"{self._folder}/{place.relative_path}"
-        end = place.offset + place.length
-        content = io.BytesIO(self._filesystem.cat_file(file, start=place.offset, end=end))
-        stored: Tensor = load_checked(content, place.relative_path, weights_only=True)
-        return stored
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            place = self._metadata.storage_data[item.storage_index]
-            name = f"{item.storage_index.fqn} in {place.relative_path}"
-            stored = self.load(place)
-            target = planner.resolve_tensor(item).detach()
-            ranges = zip(item.storage_offsets, item.lengths, strict=True)
-            stored = stored[tuple(slice(start, start + length) for start, length in ranges)]
-            if stored.shape != target.shape or stored.dtype != target.dtype:
-                raise CheckpointError(
-                    f"{name} is {stored.dtype} of shape {list(stored.shape)}, and {METADATA} has"
-                    f" {target.dtype} of shape {list(target.shape)}"
-                )
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
-        self._check()  # torch raises on all ranks what one of them raises here
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,86 +84,72 @@ class Entry(Tensor):
         return self.read().__reduce_ex__(protocol)
 
 
-def _is_list(tree: Any) -> bool:
-    return type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
-
-
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each leaf of nested dicts, lists, tuples and named tuples, with its path."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, (*path, key))
-    elif _is_list(tree):
-        for index, value in enumerate(tree):
-            yield from leaves(value, (*path, index))
-    else:
-        yield path, tree
-
-
 def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes."""
+    """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes.
+
+    Collections are dicts, lists, tuples and named tuples.
+    """
     if isinstance(tree, dict):
         new = copy.copy(tree)  # keeps a default factory, and the modules' versions of a state dict
         items = {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
         dict.update(new, items)  # a Counter's own would add
         return new
-    if _is_list(tree):
-        values = [mapped(value, change, (*path, index)) for index, value in enumerate(tree)]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*values)
-        return type(tree)(values)
-    return change(path, tree)
+    is_named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if not is_named and type(tree) not in (list, tuple):
+        return change(path, tree)
+    values = [mapped(value, change, (*path, index)) for index, value in enumerate(tree)]
+    if is_named:
+        return type(tree)(*values)
+    return type(tree)(values)
 
 
-def keyed_leaves(tree: Any) -> Iterator[tuple[str, Path, Any]]:
-    """Each leaf of ``tree`` with its path, and a key that no other has: of the path, which two may share as text."""
+def mapped_by_key(tree: Any, change: Callable[[str, Path, Any], Any]) -> Any:
+    """A copy of ``tree`` with ``change(key, path, leaf)`` for each leaf.
+
+    No two leaves have one key, which is the path as text, and which two paths may share.
+    """
     used: set[str] = set()
-    for path, leaf in leaves(tree):
+
+    def change_leaf(path: Path, leaf: Any) -> Any:
         key = ".".join(map(str, path))
         while key in used:  # {"a.b": ..., "a": {"b": ...}}
             key += "'"
         used.add(key)
-        yield key, path, leaf
+        return change(key, path, leaf)
+
+    return mapped(tree, change_leaf)
 
 
-def mapped_tensors(tree: Any, change: Callable[[str, Path, Tensor], Any]) -> Any:
-    """A copy of ``tree`` with ``change(key, path, tensor)`` for each tensor."""
-    changed = {
-        path: change(key, path, leaf) for key, path, leaf in keyed_leaves(tree) if isinstance(leaf, Tensor)
-    }
-    return mapped(tree, lambda path, leaf: changed.get(path, leaf))
+def leaves(tree: Any) -> list[tuple[str, Path, Any]]:
+    """Each leaf of ``tree`` with its key and its path."""
+    found: list[tuple[str, Path, Any]] = []
+    mapped_by_key(tree, lambda *leaf: found.append(leaf))
+    return found
 
 
 def check_pickled(tree: Any) -> None:
     """Raise CheckpointError if a leaf cannot be pickled, or hides shards, of which a part would be saved."""
-    for path, leaf in leaves(tree):
+    for _, path, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
             continue
-        place = "".join(f"[{part!r}]" for part in path)
-        survey = _Survey()
         try:
-            survey.dump(leaf)
+            _WithoutShards(io.BytesIO()).dump(leaf)
         except Exception as error:  # objects can raise anything
+            place = "".join(f"[{part!r}]" for part in path)
             raise CheckpointError(f"checkpoint{place} cannot be pickled: {error}") from error
-        if survey.has_shards:
-            raise CheckpointError(
-                f"checkpoint{place} holds sharded tensors in an object, of which each rank has a"
-                " part: keep them in dicts, lists or tuples, save tensor.full_tensor(), called on"
-                " every rank, or pass data_parallel='ddp', under which they are whole"
-            )
 
 
-class _Survey(pickle.Pickler):
-    """Looks for sharded tensors in what it pickles."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
-        self.has_shards = False
+class _WithoutShards(pickle.Pickler):
+    """Refuses sharded tensors."""
 
     @override
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, DTensor):
-            self.has_shards = True
+            raise CheckpointError(
+                "it is an object that holds sharded tensors, of which each rank has a part: keep them in"
+                " dicts, lists or tuples, save tensor.full_tensor(), called on every rank, or pass"
+                " data_parallel='ddp', under which they are whole"
+            )
         if isinstance(value, Tensor):
             return 0  # its values are not pickled
         return None

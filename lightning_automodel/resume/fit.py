@@ -22,7 +22,7 @@ from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops,
 from lightning_automodel.sharding import weight_averaging
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 4
+FORMAT = 5
 
 REPEATS = (
     "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins again:"

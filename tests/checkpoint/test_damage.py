@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, NamedOptimizer
-from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory, _CheckingReader
+from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
 from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, fit, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
@@ -301,14 +301,14 @@ def test_checkpoint_of_another_run(pool2: RankPool, tmp_path: Path, form: str) -
 def _read_places(path: str) -> list[tuple[str, int]]:
     """The places that this rank reads as it resumes a fit with an average, in the order in which it does."""
     places: list[tuple[str, int]] = []
-    load = _CheckingReader.load
+    load = ShardDirectory._load
 
-    def counted(reader: _CheckingReader, place: Any) -> Any:
+    def counted(reader: ShardDirectory, place: Any) -> Any:
         places.append((place.relative_path, place.offset))
         return load(reader, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_CheckingReader, "load", counted)
+        patch.setattr(ShardDirectory, "_load", counted)
         fit({}, seed=CASE.seed + 2, callbacks=[EMAWeightAveraging()], ckpt_path=path, max_epochs=2)
     return places
 

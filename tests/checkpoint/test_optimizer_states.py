@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError
 from tests.checkpoint import optimizers
-from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit, forms, save
+from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit, forms
 from tests.checkpoint.optimizers import Module
-from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE
@@ -62,7 +61,7 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
     [
         (
             optimizers.InObjects,
-            "['state']['model.embedding.weight']['hidden']['objects'] holds sharded tensors",
+            "['state']['model.embedding.weight']['hidden']['objects'] cannot be pickled: it is an object",
         ),
         (optimizers.OtherOnEachRank, "(state.model.embedding.weight.scale is "),
         (optimizers.CountsApart, "(param_groups.0.seen is 7 on rank 0 and 8 on rank 1)"),
@@ -77,25 +76,6 @@ def test_what_could_not_be_loaded_is_refused(pool2: RankPool, tmp_path: Path, ki
         assert entry in message
         assert "data_parallel='ddp'" in message
     assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    "what", ["local", "lightning_automodel_shards", "lightning_automodel_parameter_names"]
-)
-def test_files_of_earlier_commits(pool2: RankPool, tmp_path: Path, what: str) -> None:
-    """Plain tensors of a rank's part, lists of shards, names beside numbered states: named, with the remedy."""
-    path = tmp_path / "last.ckpt"
-    pool2.run(save, FORMS["one_file_of_shards"], str(path))
-    content = torch.load(path, weights_only=True)
-    if what == "local":
-        key = "state.model.head.weight.exp_avg"
-        content["optimizer_states"][0]["lightning_automodel"] = {key: "local"}
-    else:
-        content[what] = []
-    torch.save(content, path)
-    for message in pool2.run(opened, FORMS["one_file_of_shards"], str(path)):
-        assert "an earlier commit of lightning_automodel 0.2 has written it" in message
-        assert "load_from_checkpoint" in message
 
 
 class HalfModule(AdamModule):

@@ -97,8 +97,13 @@ def _edit_what_is_saved(options: dict[str, Any], path: str, how: str) -> tuple[s
             "added",
             "average.0 is a hook's (torch.float64 of shape [11, 7]) on rank 0 and missing",
         ),
+        (
+            "one_file_of_shards",
+            "changed",
+            "is a hook's (torch.float64 of shape [11, 7]) on rank 0 and the run's",
+        ),
         ("shards", "on all ranks", ""),
-        ("one_file_of_shards", "changed", ""),
+        ("one_file_of_shards", "on all ranks", ""),
         ("replicated", "changed", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run hands out to be saved: whole states for one file, plain data beside the tensors, a note on its form."""
+"""What a checkpoint cannot hold is left out or refused, by name."""
 
 from __future__ import annotations
 
@@ -21,34 +21,6 @@ from tests.checkpoint.optimizers import HidesTensors
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Block, TinyDecoder, full_weights
 from tests.trainer.plain import ModelModule
-
-
-def test_states_for_one_file(pool2: RankPool) -> None:
-    """Lightning's contract: whole on rank 0, empty on the others, so that ``torch.save`` of it is complete."""
-    (first, weights), (second, _) = pool2.run(_states_in_fit, FORMS["one_file_of_shards"])
-    model, moments = first
-    assert model.keys() == weights.keys()
-    assert all(torch.equal(model[name], weights[name]) for name in weights)
-    assert {name: each["exp_avg"].shape for name, each in moments.items()} == {
-        n: w.shape for n, w in weights.items()
-    }
-    assert second == [{}, {}]
-
-
-class TakesStates(Callback):
-    """In training, where an optimizer's state can be asked for."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        strategy = trainer.strategy
-        optimizer = strategy.optimizer_state(trainer.optimizers[0])
-        self.states = [strategy.lightning_module_state_dict(), optimizer.get("state", {})]
-        self.weights = full_weights(pl_module)
-
-
-def _states_in_fit(options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor]]:
-    callback = TakesStates()
-    fit(options, callbacks=[callback])
-    return callback.states, callback.weights
 
 
 class HoldsANetwork(ModelModule):
@@ -133,7 +105,7 @@ def _fail_to_save(options: dict[str, Any], folder: str, kind: str) -> str:
     [
         ("function", "cannot be pickled: Can't"),
         ("module", "cannot be pickled: Can't pickle <class 'torch.distributed.fsdp."),
-        ("shards", "holds sharded tensors in an object"),
+        ("shards", "cannot be pickled: it is an object that holds sharded tensors"),
     ],
 )
 def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: str, message: str) -> None:

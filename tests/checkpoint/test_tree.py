@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightning_automodel.checkpoint.reading import open_tree
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
-from lightning_automodel.checkpoint.tree import Entry, keyed_leaves, mapped
+from lightning_automodel.checkpoint.tree import Entry, leaves, mapped
 
 VALUES = torch.arange(12.0).view(3, 4)
 
@@ -132,7 +132,7 @@ def test_keys_differ() -> None:
     """Also where joined paths are the same: of two tensors under one key, one would be lost."""
     tensor = torch.ones(1)
     tree = {"a.b": tensor, "a": {"b": tensor, 1: tensor, "1": tensor}}
-    found = {path: key for key, path, _ in keyed_leaves(tree)}
+    found = {path: key for key, path, _ in leaves(tree)}
     assert found == {("a.b",): "a.b", ("a", "b"): "a.b'", ("a", 1): "a.1", ("a", "1"): "a.1'"}
 
 
