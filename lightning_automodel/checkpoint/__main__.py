@@ -71,9 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the LightningModule, whose load_from_checkpoint makes the model; importing it runs its code",
     )
     export.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="of floating-point tensors; the default is each tensor's own",
+        "--dtype", help="of floating-point tensors, such as bfloat16; the default is each tensor's own"
     )
     export.add_argument("--adapter-only", action="store_true", help="export the adapters of a PEFT model")
     export.add_argument(

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 
@@ -73,15 +71,8 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
     """One error for the ``failed`` ranks; equal messages are listed once. A single process names no rank."""
     if group_size() == 1:
         return CheckpointError(f"{what}: {next(iter(failed.values()))}")
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[str]] = {}
     for rank, text in sorted(failed.items()):
-        ranks_by_text.setdefault(text, []).append(rank)
-    listed = [
-        f"{', '.join(f'rank {rank}' for rank in ranks)}: {text}" for text, ranks in ranks_by_text.items()
-    ]
+        ranks_by_text.setdefault(text, []).append(f"rank {rank}")
+    listed = [f"{', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     return CheckpointError(f"{what}: {'; '.join(listed)}")
-
-
-def some(names: list[Any]) -> str:
-    """The first of ``names``, and how many others there are."""
-    return list_first(names, 5)

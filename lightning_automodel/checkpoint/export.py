@@ -56,50 +56,49 @@ def export_hugging_face(
         RuntimeError: If not every rank calls it; rank 0 names the missing ranks.
     """
     collectives.named_barrier("export_hugging_face", _PATIENCE)
+    model, target = check_export(module, path, adapter_only, prefix)
     what = f"Cannot export to {path}"
     folder: Path | None = None
     with ExitStack() as stack:
         with on_every_rank(what):
-            model = _chosen(module, adapter_only, prefix)
-            if group_rank() == 0:
-                target = paths.new_local_target(path)
+            if target is not None:
                 temporary = tempfile.TemporaryDirectory(prefix=paths.TEMPORARY, dir=target.parent)
                 folder = Path(stack.enter_context(temporary))
         state = _gather(model, dtype, folder, what)
         with on_every_rank(what):
             if folder is not None:
                 _write(model, state, folder / "export", dtype)
-                paths.new_local_target(target)
-                paths.replace(folder / "export", target)
+                paths.replace(folder / "export", paths.new_local_target(path))
 
 
-def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
-    """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective."""
+def check_export(
+    module: nn.Module, path: str | Path, adapter_only: bool, prefix: str | None, **_: Any
+) -> tuple[Any, Path | None]:
+    """The model that :func:`export_hugging_face` would export, and where to, on rank 0. A collective.
+
+    Raises :class:`CheckpointError` on every rank, if it would refuse to begin.
+    """
+    target: Path | None = None
     with on_every_rank(f"Cannot export to {path}"):
-        _chosen(module, options["adapter_only"], options["prefix"])
+        model = _chosen(module, prefix)
+        _check(model, adapter_only)
         if group_rank() == 0:
-            paths.new_local_target(path)
+            target = paths.new_local_target(path)
+    return model, target
 
 
-def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None) -> Any:
-    """The model to export; CheckpointError if it cannot be exported, as far as that can be known before."""
+def _chosen(module: nn.Module, prefix: str | None) -> Any:
+    """The model to export; CheckpointError if there is none, or no prefix that chooses one of several."""
     models = list(_models(module))
-    if not models:
-        raise CheckpointError(
-            f"{type(module).__name__} holds no model of transformers or PEFT, and from_pretrained reads no"
-            " other. For torch.load, save a checkpoint and run"
-            " `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
-        )
     chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
-    if len(chosen) != 1:
-        known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models)
-        raise CheckpointError(
-            "choose a Hugging Face model by its prefix (--key on the command line, prefix= in Python):"
-            f" {known}"
-        )
-    (model,) = chosen
-    _check(model, adapter_only)
-    return model
+    if len(chosen) == 1:
+        return chosen[0]
+    known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models)
+    raise CheckpointError(
+        f"the models of transformers and PEFT in {type(module).__name__} are: {known or 'none'}. Choose one by its"
+        " prefix (--key on the command line, prefix= in Python). from_pretrained reads no other; for torch.load,"
+        " save a checkpoint and run `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
+    )
 
 
 def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -124,15 +123,11 @@ def _check(model: Any, adapter_only: bool) -> None:
     """Refuse what ``save_pretrained`` would not write as asked, or only refuse after a long training."""
     name = _class_name(model)
     adapters = getattr(model, "peft_config", None) or {}
-    if adapter_only and not adapters:
+    if adapter_only != bool(adapters):
         raise CheckpointError(
-            f"{name} has no PEFT adapters: export it without --adapter-only (adapter_only)"
-        )
-    if adapters and not adapter_only:
-        raise CheckpointError(
-            f"{name} has PEFT adapters, which from_pretrained would not read as one model: export the"
-            " adapters (--adapter-only on the command line, adapter_only=True in Python), and merge them with PEFT's"
-            " merge_and_unload if you want one model"
+            f"{name} has {list(adapters) or 'no'} PEFT adapters: export adapters alone, with --adapter-only on the"
+            " command line or adapter_only=True in Python, and a whole model without, into which PEFT's"
+            " merge_and_unload has merged them"
         )
     # The next two would compute with tensors of the model itself, so that rank 0 would wait for ever.
     if any(config.is_prompt_learning for config in adapters.values()):

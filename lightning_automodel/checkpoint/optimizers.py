@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint.errors import CheckpointError, some
+from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.state_dict import whole
 from lightning_automodel.checkpoint.tree import PLAIN, Path, leaves, mapped
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = "configure the optimizers that the run was saved with"
@@ -100,23 +101,12 @@ class NamedOptimizer:
                 " under which all ranks have whole parameters"
             )
         if self.owned:
-            self._add_owned(state, owned, group, for_one_file)
+            of_ranks = gather_objects(mapped(owned, _without_values), group)
+            if for_one_file:
+                of_ranks += gather_to_first(whole(owned, keep=True), group)
+            for states_of_rank in (*of_ranks, owned):
+                state["state"].update(states_of_rank)
         return state
-
-    def _add_owned(
-        self,
-        state: dict[str, Any],
-        owned: dict[str, Any],
-        group: dist.ProcessGroup | None,
-        for_one_file: bool,
-    ) -> None:
-        """Add all owners' states of parameters that are stepped whole, of which this rank has ``owned``."""
-        of_ranks = gather_objects(mapped(owned, _without_values), group)
-        if for_one_file:
-            of_ranks += gather_to_first(whole(owned, keep=True), group)
-        for states_of_rank in of_ranks:
-            state["state"].update(states_of_rank)
-        state["state"].update(owned)
 
 
 def _digest(leaf: Any) -> str:
@@ -169,26 +159,24 @@ def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict
 
     CheckpointError if it was saved for another optimizer.
     """
-    state = renamed(saved, dict(enumerate(named.names)))  # plain optimizers' files have numbers
-    if has_groups(state):
-        _check_groups(state["param_groups"], named, index)
-        for name, is_owned in named.owned.items():
-            if not is_owned:
-                state["state"].pop(name, None)
-    return state
-
-
-def _check_groups(saved: list[dict[str, Any]], named: NamedOptimizer, index: int) -> None:
-    """Raise CheckpointError unless the optimizer has the ``saved`` groups, with the same parameters."""
-    there = [set(group["params"]) for group in saved]
+    state: dict[str, Any] = renamed(
+        saved, dict(enumerate(named.names))
+    )  # plain optimizers' files have numbers
+    if not has_groups(state):
+        return state
+    there = [set(group["params"]) for group in state["param_groups"]]
     here = [set(group["params"]) for group in named.state()["param_groups"]]
     if there != here:
         other = sorted(set().union(*there) ^ set(named.names), key=str)
         raise CheckpointError(
             f"optimizer {index} trains other parameters, or in other groups, than when it was saved (saved or"
-            f" trained alone: {some(other) or 'none'}): {AS_SAVED}, or change checkpoint['optimizer_states']"
-            " in on_load_checkpoint ([] starts them afresh)"
+            f" trained alone: {list_first(other) or 'none'}): {AS_SAVED}, or change"
+            " checkpoint['optimizer_states'] in on_load_checkpoint ([] starts them afresh)"
         )
+    for name, is_owned in named.owned.items():
+        if not is_owned:
+            state["state"].pop(name, None)
+    return state
 
 
 def load_state(

@@ -87,7 +87,6 @@ class CheckpointSaver:
         self._pending_path = ""
         self._defers = False
         self._deferred: list[Callable[[], None]] = []  # of rank 0
-        self._thread: ThreadPoolExecutor | None = None
 
     def choose_form(self, io: CheckpointIO, world_size: int) -> None:
         """Choose the form, for a run of ``world_size`` ranks whose files the Trainer's plugin ``io`` writes.
@@ -165,10 +164,10 @@ class CheckpointSaver:
         self._defers = goes_on
         if in_background:
             self._pending_path = target
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             group = self._host_group(in_background=True)
-            self._pending = self._thread.submit(_write_beside_training, module.device, write, group)
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._pending = thread.submit(_write_beside_training, module.device, write, group)
+            thread.shutdown(wait=False)  # it ends with this save
             return
         self._pending_path = ""
         write(self._host_group())
@@ -309,10 +308,6 @@ class CheckpointSaver:
             if not was_interrupted:
                 raise
             log.error("%s", error)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            self._thread = None
 
     def wait_for_pending_save(self) -> None:
         """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks."""

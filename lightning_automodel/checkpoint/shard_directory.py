@@ -32,12 +32,13 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
 from lightning_automodel.checkpoint.tree import Entry, mapped, mapped_by_key
 from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_dtensor
@@ -84,7 +85,7 @@ class ShardWriter(torch_internals.FsspecWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the directory and move it to its target. Called on one rank, once all have written."""
         if unwritten := sorted(self._keys - metadata.state_dict_metadata.keys()):
-            raise CheckpointError(f"no rank has the values of {some(unwritten)}")
+            raise CheckpointError(f"no rank has the values of {list_first(unwritten)}")
         super().finish(metadata, results)
         try:
             _check_files(self._folder, metadata)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsspec.core import url_to_fs
 from torch.utils.serialization import config as serialization_config
 
 from lightning_automodel.checkpoint import paths
@@ -46,13 +45,12 @@ def prepare_file(
 def save_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
     if not paths.is_local(path):
-        filesystem, place = url_to_fs(path)
-        if filesystem.isdir(place):  # an object store can hold both, and the directory would be loaded
+        if paths.is_directory(path):  # an object store can hold both, and the directory would be loaded
             raise CheckpointError(f"{path} is a directory: remove it, or choose another path")
         stream = io.BytesIO()
         with with_checksums():
             torch.save(checkpoint, stream)
-        filesystem.pipe_file(place, stream.getvalue())
+        paths.write_file(path, stream.getvalue())
         return
     temporary = Path(path).with_name(paths.temporary_name())
     try:
@@ -75,12 +73,12 @@ def load_file(path: str, weights_only: bool | None) -> Any:
 
     Any other file is fetched whole, since not every server can send parts.
     """
-    paths.check_file(path)
-    filesystem, place = url_to_fs(path)
-    source: Any = place
-    if not paths.is_local(path):
-        source = io.BytesIO(filesystem.cat_file(place))
-    return load_checked(source, place.rpartition("/")[2], weights_only)
+    source: Any = path
+    if paths.is_local(path):
+        paths.check_file(path)
+    else:
+        source = io.BytesIO(paths.read_file(path))
+    return load_checked(source, path.rpartition("/")[2], weights_only)
 
 
 def load_checked(source: str | io.BytesIO, name: str, weights_only: bool | None) -> Any:

@@ -66,24 +66,19 @@ def whole(state: Any, keep: bool) -> Any:
     """``state``, nested collections, with whole tensors on the CPU. A collective if any tensor is sharded.
 
     It gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank
-    with ``keep`` also holds the whole state in host memory; the others get an empty dict.
+    with ``keep`` also holds the whole state in host memory; the others get no values.
     """
 
     def gathered(_: Path, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             leaf = leaf.full_tensor()
-        if not isinstance(leaf, Tensor):
-            return leaf
         if not keep:
             return None
-        if leaf.is_meta:
-            return leaf
-        return leaf.cpu()
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            return leaf.cpu()
+        return leaf
 
-    converted = mapped(state, gathered)
-    if keep:
-        return converted
-    return {}
+    return mapped(state, gathered)
 
 
 def copied(state: Any) -> Any:

@@ -199,7 +199,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
         ("consolidate", str(empty), out): f"{MISSING}: '{tmp_path}/empty/.metadata'",
-        ("export", str(whole), out, *CLASS): "holds no model of transformers or PEFT, and from_pretrained",
+        ("export", str(whole), out, *CLASS): "the models of transformers and PEFT in Holds are: none",
         ("export", str(whole), out, "--class", "tests.none.Module"): "No module named 'tests.none'",
         ("export", f"{tmp_path}/none", out, *CLASS): MISSING,
     }
@@ -221,7 +221,7 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(command) == 1
         assert "was not an allowed global" in capsys.readouterr().err
         assert main([*command, "--trust"]) == (name == "export")
-        assert ("holds no model of transformers or PEFT" in capsys.readouterr().err) == (name == "export")
+        assert ("the models of transformers and PEFT in Holds are: none" in capsys.readouterr().err) == (name == "export")
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
 
 

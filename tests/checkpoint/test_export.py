@@ -276,14 +276,14 @@ def test_refusals(tmp_path: Path) -> None:
     llama = OwnLoss(tied_llama())
     teacher = OwnLoss(tied_llama())
     teacher.teacher = untied_gpt2()
-    which = r"--key .*: model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
+    which = r": model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)\. .*--key"
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     prompted = get_peft_model(tied_llama(), prompts)
     plain = ModelModule(TinyDecoder(seed=1))
     out = tmp_path / "out"
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (plain, out, {}, "ModelModule holds no model of transformers or PEFT.*consolidate"),
-        (OwnLoss(lora_llama()), out, {}, "PeftModelForCausalLM has.*adapter_only.*merge_and_unload"),
+        (plain, out, {}, "PEFT in ModelModule are: none.*consolidate"),
+        (OwnLoss(lora_llama()), out, {}, "PeftModelForCausalLM has .*default.*adapter_only.*merge_and_unload"),
         (llama, out, {"adapter_only": True}, "LlamaForCausalLM has no PEFT adapters"),
         (prompted, out, {"adapter_only": True}, "computes the parameters of prompt tuning"),
         *((teacher, out, {"prefix": prefix}, which) for prefix in (None, "other", "model.model")),

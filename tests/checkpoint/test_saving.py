@@ -162,14 +162,14 @@ def _save_while_training(
         trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
     left = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
     saved = {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
-    return saved, [*left, trainer.strategy._saver._thread]
+    return saved, left
 
 
 @pytest.mark.parametrize("form", forms("shards", "replicated"))
 def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """It holds what the weights were when the save began; the last one is on disk when `fit` returns."""
     for saved, left in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
-        assert left == [None]
+        assert left == []
         assert len(saved) == 4
         for weights, loaded in saved.values():
             assert all(torch.equal(weights[name], loaded[name]) for name in weights)
