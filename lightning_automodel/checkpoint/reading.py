@@ -72,18 +72,16 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     return checkpoint
 
 
-def _load_directories() -> None:
-    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to read directories of shards."""
-    load = lightning_internals.saving.pl_load
-
-    @wraps(load)
-    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        checkpoint = read_directory(path_or_url, map_location, weights_only)
-        if checkpoint is None:
-            checkpoint = load(path_or_url, map_location, weights_only)
-        return checkpoint
-
-    overwrite(lightning_internals.saving, "pl_load", load_any)
+_load = lightning_internals.saving.pl_load
 
 
-_load_directories()  # once, when this module is imported
+@wraps(_load)
+def _load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Replaces what Lightning's ``load_from_checkpoint`` calls, which has no setting for directories of shards."""
+    checkpoint = read_directory(path_or_url, map_location, weights_only)
+    if checkpoint is None:
+        checkpoint = _load(path_or_url, map_location, weights_only)
+    return checkpoint
+
+
+overwrite(lightning_internals.saving, "pl_load", _load_any)

@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
 
-Write = Callable[[dist.ProcessGroup | None], None]
-"""Writes a prepared checkpoint. A collective over the group that it is given, or over the default group."""
-
 
 class CheckpointSaver:
     """Saves the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
@@ -160,7 +157,19 @@ class CheckpointSaver:
             )
         self.finish()
         in_background = self._in_background and goes_on
-        write = self._prepare(checkpoint, module, target, _file_saver(io, storage_options), in_background)
+        if self.is_sharded:
+            with on_every_rank(f"Cannot save {target}"):
+                _leave_out_shards(checkpoint, module)
+                if group_rank() == 0:
+                    check_pickled(checkpoint)
+        if self.is_sharded or self.as_directory:
+            self._check_edits(checkpoint, target)
+        if self.as_directory:
+            write = prepare_shards(checkpoint, target, in_background)
+        else:
+            if self.is_sharded:
+                checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
+            write = prepare_file(checkpoint, target, _file_saver(io, storage_options), in_background)
         self._defers = goes_on
         if in_background:
             self._pending_path = target
@@ -189,28 +198,6 @@ class CheckpointSaver:
         with on_this_rank("Cannot remove an older checkpoint, or link to the new one"):
             for action in deferred:
                 action()
-
-    def _prepare(
-        self,
-        checkpoint: dict[str, Any],
-        module: "pl.LightningModule",
-        target: str,
-        save_file: Callable[[dict[str, Any], str], None],
-        copies: bool,
-    ) -> Write:
-        """Complete ``checkpoint`` in the run's form, and return what writes it; ``save_file`` writes one file."""
-        if self.is_sharded:
-            with on_every_rank(f"Cannot save {target}"):
-                _leave_out_shards(checkpoint, module)
-                if group_rank() == 0:
-                    check_pickled(checkpoint)
-        if self.is_sharded or self.as_directory:
-            self._check_edits(checkpoint, target)
-        if self.as_directory:
-            return prepare_shards(checkpoint, target, copies)
-        if self.is_sharded:
-            checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-        return prepare_file(checkpoint, target, save_file, copies)
 
     def _check_edits(self, checkpoint: dict[str, Any], target: str) -> None:
         """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
@@ -345,7 +332,11 @@ def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict
     return partial(io.save_checkpoint, storage_options=storage_options)
 
 
-def _write_beside_training(device: torch.device, write: Write, group: dist.ProcessGroup | None) -> None:
+def _write_beside_training(
+    device: torch.device,
+    write: Callable[[dist.ProcessGroup | None], None],
+    group: dist.ProcessGroup | None,
+) -> None:
     """Write, in a background thread, with this rank's ``device`` current and on a separate stream.
 
     A new thread's current device is the first one, and its stream is the one that training uses. While torch

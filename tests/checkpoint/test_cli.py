@@ -221,7 +221,9 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(command) == 1
         assert "was not an allowed global" in capsys.readouterr().err
         assert main([*command, "--trust"]) == (name == "export")
-        assert ("the models of transformers and PEFT in Holds are: none" in capsys.readouterr().err) == (name == "export")
+        assert ("the models of transformers and PEFT in Holds are: none" in capsys.readouterr().err) == (
+            name == "export"
+        )
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
 
 

@@ -149,7 +149,6 @@ def test_layouts_of_four_ranks(pool4: RankPool, tmp_path: Path, options: dict[st
     (weights, *_) = pool4.run(_train_on_four, str(tmp_path / "out"), options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert weights.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
 
@@ -283,7 +282,12 @@ def test_refusals(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         (plain, out, {}, "PEFT in ModelModule are: none.*consolidate"),
-        (OwnLoss(lora_llama()), out, {}, "PeftModelForCausalLM has .*default.*adapter_only.*merge_and_unload"),
+        (
+            OwnLoss(lora_llama()),
+            out,
+            {},
+            "PeftModelForCausalLM has .*default.*adapter_only.*merge_and_unload",
+        ),
         (llama, out, {"adapter_only": True}, "LlamaForCausalLM has no PEFT adapters"),
         (prompted, out, {"adapter_only": True}, "computes the parameters of prompt tuning"),
         *((teacher, out, {"prefix": prefix}, which) for prefix in (None, "other", "model.model")),

@@ -159,7 +159,7 @@ def _save_while_training(
     """
     recorder = SavesEachStep(Path(folder))
     with slow_writing(recorder):
-        trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
+        fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
     left = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
     saved = {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
     return saved, left
