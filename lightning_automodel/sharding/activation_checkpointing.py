@@ -14,7 +14,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
-from lightning_automodel.sharding.units import WrapPolicy, class_name, described, instances_below, units_of
+from lightning_automodel.sharding.units import (
+    WrapPolicy,
+    class_name,
+    described,
+    instances_below,
+    plan_sharding,
+)
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
@@ -108,7 +114,7 @@ def checkpoint_blocks(
     if isinstance(choice, (set, frozenset)):
         blocks = instances_below(model, choice)
     else:
-        blocks = units_of(model, policy, root_is_model)
+        blocks = plan_sharding(model, policy, root_is_model).units
     names = _names(model, blocks, f"activation_checkpointing={choice!r}")
     for block, name in zip(blocks, names, strict=True):
         layer = uncompiled(block)
@@ -179,7 +185,7 @@ def compile_blocks(
     """Compile the blocks that ``compile``, which is ``asked``, means; return their names."""
     if asked is False:
         return []
-    blocks = units_of(module, policy, is_automatic)
+    blocks = plan_sharding(module, policy, is_automatic).units
     _names(module, blocks, f"compile={asked!r}")
     chosen = [block for block in blocks if not is_compiled(block)]
     for block in chosen:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import (
-    EXPERT,
     EXPERT_SHARD,
     REPLICATE,
     SHARD,
@@ -21,17 +20,16 @@ from lightning_automodel.distributed.mesh import (
     num_expert_ranks,
 )
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
+from lightning_automodel.sharding.replicas import copies
 from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
     class_name,
-    distinct,
     fsdp_roots,
     has_fsdp_units,
     mark_head,
@@ -84,7 +82,7 @@ def apply_fsdp2(
         _run_steps_as_forward(root, plan.units, cast(list[FSDPModule], whole_step))
         type(root).__name__ = class_name(root)  # messages of torch and Lightning name the user's class
     if policy.output_dtype is not None or policy.cast_forward_inputs:
-        cast_around(distinct(callable_children(model)), policy)
+        cast_around(callable_children(model), policy)
 
 
 def _sharding_options(mesh: RunMesh, offloads: bool) -> dict[str, Any]:
@@ -202,39 +200,11 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
-    A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which
-    it is replicated, and over the data-parallel group if only tensor parallelism has sharded it, or over the
-    ranks that hold the same experts if it spreads experts. Tensors on the meta device are skipped.
+    A collective over the world. Tensors on the meta device are skipped.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    copies: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "meta":
-            continue
-        if not isinstance(tensor, DTensor):
-            copies[world] += _plain_parts(tensor)
-            continue
-        local = torch_internals.local_tensor(tensor)
-        for axis, placement in enumerate(tensor.placements):
-            if placement.is_replicate():
-                copies[tensor.device_mesh.get_group(axis)].append(local)
-        if tensor.device_mesh == mesh.tensor_parallel:
-            copies[mesh.group].append(local)
-        for group in _holders_of_experts(tensor, mesh):
-            copies[group].append(local)
-    for group, tensors in copies.items():
-        broadcast_tensors(tensors, group)
-
-
-def _holders_of_experts(tensor: DTensor, mesh: RunMesh) -> list[dist.ProcessGroup]:
-    """Groups that together span the ranks with the same experts; none if FSDP2 has sharded ``tensor``."""
-    if mesh.expert_fsdp is None or tensor.device_mesh.mesh_dim_names != (EXPERT,):
-        return []
-    groups = mesh.expert_fsdp.get_all_groups()
-    if mesh.tensor_group is not None:
-        groups.append(mesh.tensor_group)
-    return groups
+    named = [pair for pair in (*model.named_parameters(), *model.named_buffers()) if not pair[1].is_meta]
+    for group, copied in copies(named, mesh).items():
+        broadcast_tensors([part for _, tensor in copied for part in _plain_parts(tensor)], group)
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

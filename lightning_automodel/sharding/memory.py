@@ -25,33 +25,31 @@ def choose(module: pl.LightningModule, placement: Placement, options: StrategyOp
     """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``, and say why, for ``describe()``.
 
     Gradients come first: parameters are kept gathered during a window if they fit beside them. A collective
-    over the world for ``"auto"``: the rank that is short of memory decides for all.
+    over the world: the rank that is short of memory decides for all.
     """
     needed = estimate(module, placement.device)
+    spare = spare_bytes(needed, placement)
     defer = options.defer_fsdp_grad_sync
     defer_reason = f"defer_fsdp_grad_sync={defer!r}"
+    reshard = options.reshard_during_accumulation
+    reshard_reason = f"reshard_during_accumulation={reshard}"
+    if reshard is False:
+        spare -= needed[PARAMETERS]
     if placement.mesh.sizes.divisor == 1:
         # Deferral would save nothing and only keep gradients out of ``.grad``.
         defer = False
         defer_reason = "one rank reduces nothing"
-    reshard = options.reshard_during_accumulation
-    reshard_reason = f"reshard_during_accumulation={reshard}"
-    if reshard == "auto" and not module.automatic_optimization:
-        reshard = True
-        reshard_reason = "manual optimization may step between two forwards of one training step"
-    spare = 0
-    if "auto" in (defer, reshard):
-        spare = spare_bytes(needed, placement)
-    if reshard is False:
-        spare -= needed[PARAMETERS]
-    if defer == "auto":
+    elif defer == "auto":
         defer = needed[GRADIENTS] <= spare
         defer_reason = _reason(needed[GRADIENTS], spare)
     if defer is True:
         spare -= needed[GRADIENTS]
-    if reshard == "auto":
+    if reshard == "auto" and module.automatic_optimization:
         reshard = needed[PARAMETERS] > spare
         reshard_reason = _reason(needed[PARAMETERS], spare)
+    elif reshard == "auto":
+        reshard = True
+        reshard_reason = "manual optimization may step between two forwards of one training step"
     return {
         "defer_fsdp_grad_sync": defer,
         "defer_fsdp_grad_sync_reason": defer_reason,

@@ -8,11 +8,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import EXPERT, RunMesh
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import torch as torch_internals
 
 _ROUNDING = 1e-3  # of a parameter's norm
+
+
+def copies(
+    named: Iterable[tuple[str, Tensor]], mesh: RunMesh
+) -> dict[dist.ProcessGroup, list[tuple[str, Tensor]]]:
+    """What this rank holds of each tensor, by the groups whose ranks shall hold the same values."""
+    found: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in named:
+        local = torch_internals.local_tensor(tensor)
+        for group in _groups_with_copies(tensor, mesh):
+            found[group].append((name, local))
+    return found
+
+
+def _groups_with_copies(tensor: Tensor, mesh: RunMesh) -> list[dist.ProcessGroup]:
+    """The groups that together span the ranks with the same values as this one."""
+    if not isinstance(tensor, DTensor):
+        return mesh.groups
+    own = tensor.device_mesh
+    placements = enumerate(tensor.placements)
+    groups = [own.get_group(dim) for dim, placement in placements if placement.is_replicate()]
+    if own == mesh.tensor_parallel:
+        groups.append(mesh.group)
+    elif own.mesh_dim_names == (EXPERT,) and mesh.expert_fsdp is not None:
+        groups += mesh.expert_fsdp.get_all_groups()
+        groups += mesh.groups[1:]
+    return groups
 
 
 def check_replicas(
@@ -24,15 +51,15 @@ def check_replicas(
     each shard. A collective over their groups, of three numbers a parameter, and a read of the device.
     ``ignored`` has the names of parameters that each rank trains by itself.
     """
-    copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, parameter in module.named_parameters():
-        local = torch_internals.local_tensor(parameter)
-        # A subclass of tensors may hold codes, which cannot be summed.
-        is_plain = type(local) in (Tensor, nn.Parameter) and local.is_floating_point()
-        if is_plain and name not in ignored:
-            for group in _groups_with_copies(parameter, mesh):
-                copies[group].append((name, local))
-    for group, named in copies.items():
+    # A subclass of tensors may hold codes, which cannot be summed.
+    summed = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+        and parameter.is_floating_point()
+        and type(torch_internals.local_tensor(parameter)) in (Tensor, nn.Parameter)
+    ]
+    for group, named in copies(summed, mesh).items():
         drifted = _drifted(named, group, device)
         if drifted:
             raise RuntimeError(
@@ -44,20 +71,10 @@ def check_replicas(
             )
 
 
-def _groups_with_copies(parameter: nn.Parameter, mesh: RunMesh) -> Iterable[dist.ProcessGroup]:
-    """The groups of ranks that hold the same values as this rank."""
-    if not isinstance(parameter, DTensor):
-        return [group for group in mesh.groups if group.size() > 1]
-    parameter_mesh = parameter.device_mesh
-    return [
-        parameter_mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
-        if placement.is_replicate() and parameter_mesh.size(dim) > 1
-    ]
-
-
 def _drifted(named: list[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """The names of tensors whose sums of elements differ between the ranks of ``group``. A collective over it."""
+    if group.size() == 1:
+        return []
     wide = wide_dtype(device)
     sums = torch.stack([tensor.detach().sum(dtype=wide) for _, tensor in named]).to(device)
     norms = torch.stack([torch.linalg.vector_norm(tensor.detach(), dtype=wide) for _, tensor in named])

@@ -1,16 +1,15 @@
 """Which modules become FSDP units."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.internals.torch import uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
@@ -20,6 +19,8 @@ HEAD_ELEMENTS = 2**24
 """From this size on, a head's gradient is reduced by itself: for a smaller one, a collective more costs too much."""
 
 _IS_HEAD = "lightning_automodel_head"
+
+_Place = tuple[nn.Module | None, nn.Module | None]  # a root and a unit below it
 
 
 @dataclass(frozen=True)
@@ -57,62 +58,84 @@ def plan_sharding(
     By default a unit is an outermost repeated block: a child with parameters of an ``nn.ModuleList`` or
     ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a
     class named there. A block that shares a parameter with anything outside of it is left to the root, so
-    that tied parameters stay in one unit. A ``policy`` overrides the default: classes whose outermost
-    instances become units, or a predicate. Without one, a large head is a group of its own within the root.
+    that tied parameters stay in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
+    one. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
+    Without one, a large head is a group of its own within the root.
 
     ``whole`` has parameters that the caller leaves whole, by name with the reason.
 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
     """
-    if root_is_model:
-        roots = [model]
-    else:
-        roots = distinct(callable_children(model))
+    roots = [model] if root_is_model else callable_children(model)
+    starts: Iterable[nn.Module] = roots
+    large: list[nn.Module] = []
     if root_is_model and policy is not None:
-        starts = list(model.children())
-    else:
-        starts = roots
-    found = distinct(unit for start in starts for unit in _find_units(start, policy))
-    in_roots = Counter(module for root in roots for module in root.modules())
-    uses = _uses(model)
-    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
-    # one.
-    units = [unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)]
-    replicated = {**_find_replicated(model, roots), **(whole or {})}
-    head = None
-    if root_is_model and policy is None:
-        head = _find_head(model, units, replicated, uses)
-    return ShardingPlan(roots=roots, units=units, replicated=replicated, head=head)
-
-
-def _find_head(
-    model: nn.Module,
-    units: list[nn.Module],
-    replicated: Container[str],
-    uses: Counter[nn.Module | nn.Parameter],
-) -> nn.Module | None:
-    """The one large linear layer outside of all units, such as the head of a language model; None if it is tied.
-
-    In the root's group its gradient, which is the first that a backward computes, would be reduced with the
-    last, that of the embedding: after the whole backward, which then hides neither of them.
-    """
-    inside = {module for unit in units for module in unit.modules()}
-    large = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-        and module not in inside
-        and can_be_unit(module)
-        and sum(parameter.numel() for parameter in module.parameters()) >= HEAD_ELEMENTS
+        starts = model.children()
+    elif root_is_model:
+        large = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_large(m)]
+    found = distinct(unit for start in starts for unit in _find_units(start, policy) if unit not in roots)
+    places = _places(model, roots, {*found, *large})
+    replicated = _find_replicated(model, places) | dict(whole or {})
+    units = [unit for unit in found if _is_apart(unit, places)]
+    # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
+    # last, that of the embedding: after the whole backward, which then hides neither of them.
+    named = dict(model.named_parameters()) if large else {}
+    sharded = {parameter for name, parameter in named.items() if name not in replicated}
+    heads = [
+        m for m in large if m not in found and _is_apart(m, places) and sharded.issuperset(m.parameters())
     ]
-    if len(large) != 1:
-        return None
-    own = set(large[0].parameters())
-    stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
-    if stays_whole or not _is_apart(large[0], uses):
-        return None
-    return large[0]
+    return ShardingPlan(roots, units, replicated, head=heads[0] if len(heads) == 1 else None)
+
+
+def _is_large(layer: nn.Linear) -> bool:
+    return layer.in_features * layer.out_features >= HEAD_ELEMENTS
+
+
+def _places(
+    model: nn.Module, roots: Container[nn.Module], units: Container[nn.Module]
+) -> dict[nn.Parameter, set[_Place]]:
+    """Where each parameter is reached, by all its names: the outermost root and unit of each way, if any."""
+    places: dict[nn.Parameter, set[_Place]] = defaultdict(set)
+
+    def visit(module: nn.Module, root: nn.Module | None, unit: nn.Module | None) -> None:
+        if root is None and module in roots:
+            root = module
+        if unit is None and module in units:
+            unit = module
+        for parameter in module.parameters(recurse=False):
+            places[parameter].add((root, unit))
+        for child in module.children():
+            visit(child, root, unit)
+
+    visit(model, None, None)
+    return places
+
+
+def _is_apart(module: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> bool:
+    """Whether the parameters of ``module`` are reached through it alone, and in one root."""
+    of_all = {place for parameter in module.parameters() for place in places[parameter]}
+    return len(of_all) == 1 and of_all.pop()[1] is module
+
+
+def _find_replicated(model: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> dict[str, str]:
+    """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    in_scripts = {parameter for module in scripted for parameter in module.parameters()}
+    reasons: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        roots = {root for root, _ in places[parameter]}
+        if parameter.ndim == 0:
+            reasons[name] = "a scalar"
+        elif parameter.numel() == 0:
+            reasons[name] = "empty"
+        elif parameter.is_complex():
+            reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
+        elif parameter in in_scripts:
+            reasons[name] = "in a TorchScript module"  # whose parameters cannot be replaced
+        elif len(roots) > 1 or None in roots:
+            reasons[name] = "outside of every FSDP root, or shared between several"
+    return reasons
 
 
 def mark_head(module: nn.Module) -> None:
@@ -123,15 +146,6 @@ def mark_head(module: nn.Module) -> None:
 def is_head(module: object) -> bool:
     """Whether :func:`mark_head` was called for a module."""
     return _IS_HEAD in vars(module)
-
-
-def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
-    """The FSDP2 modules below the roots; for a model without FSDP2 modules, the units that it would get."""
-    if not has_fsdp_units(model):
-        return plan_sharding(model, policy, root_is_model).units
-    roots = fsdp_roots(model)
-    made: list[Any] = fsdp_units(model)
-    return [unit for unit in made if unit not in roots and not is_head(unit) and len(fsdp_units(unit)) == 1]
 
 
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
@@ -201,50 +215,14 @@ def has_forward(module: nn.Module) -> bool:
     return type(uncompiled(module)).forward is not nn.Module.forward
 
 
-def callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Outermost descendants that can be FSDP roots, looking through containers without a forward."""
-    for child in module.children():
-        yield from outermost(child, can_be_unit)
+def callable_children(module: nn.Module) -> list[nn.Module]:
+    """Outermost descendants that can be FSDP roots, looking through containers without a forward, each once."""
+    return distinct(found for child in module.children() for found in outermost(child, can_be_unit))
 
 
 def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Each module once, in the order of its first occurrence."""
     return list(dict.fromkeys(modules))
-
-
-def _uses(model: nn.Module) -> Counter[nn.Module | nn.Parameter]:
-    """By how many paths of names each module and each parameter is reached."""
-    modules = model.named_modules(remove_duplicate=False)
-    parameters = model.named_parameters(remove_duplicate=False)
-    return Counter(reached for _, reached in (*modules, *parameters))
-
-
-def _is_apart(module: nn.Module, uses: Counter[nn.Module | nn.Parameter]) -> bool:
-    """Whether the parameters of ``module`` are reached through it alone, if those of the model have these ``uses``."""
-    within = _uses(module)
-    return all(uses[p] == within[p] * uses[module] for p in module.parameters())
-
-
-def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
-    owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
-    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    in_scripts = {parameter for module in scripted for parameter in module.parameters()}
-    reasons: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            reasons[name] = "a scalar"
-        elif parameter.numel() == 0:
-            reasons[name] = "empty"
-        elif parameter.is_complex():
-            reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
-        elif parameter in in_scripts:
-            reasons[name] = "in a TorchScript module"  # whose parameters cannot be replaced
-        elif owners[parameter] == 0:
-            reasons[name] = "outside of every FSDP root"
-        elif owners[parameter] > 1:
-            reasons[name] = "shared between FSDP roots"
-    return reasons
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
