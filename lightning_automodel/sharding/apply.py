@@ -1,6 +1,6 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +22,7 @@ from lightning_automodel.distributed.mesh import (
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
+from lightning_automodel.sharding.precision import cast_around, outermost_calls, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.replicas import copies
 from lightning_automodel.sharding.units import (
@@ -141,17 +141,17 @@ def _run_steps_as_forward(
                 for unit in whole_step:
                     unit.reshard()
 
-    outermost = OutermostCall(run)
+    outermost = outermost_calls(run)
     for name in ("forward", *_STEP_METHODS):
         if (method := getattr(model, name)) is not None:  # Lightning's way of switching a step off
-            setattr(model, name, outermost.around(method))
+            setattr(model, name, outermost(method))
     passed_by = {model, *(module for unit in own_units for module in unit.modules())}
     entries = set(callable_children(model))
     for part in model.modules():
         # What holds units may be called directly too: a wrapper's ``generate`` does.
         if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
-            part.forward = outermost.around(part.forward)
-    vars(model)[_AS_STEP] = outermost.around(lambda function: function())
+            part.forward = outermost(part.forward)
+    vars(model)[_AS_STEP] = outermost(lambda function: function())
 
 
 def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
@@ -226,11 +226,10 @@ def broadcast_tensors(
     if group.size() == 1:
         return
     buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
-    num_bytes: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    num_bytes = 0
     for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
-        num_bytes[kind] += tensor.nbytes
-        buckets[*kind, num_bytes[kind] // _BROADCAST_BUCKET_BYTES].append(tensor)
+        num_bytes += tensor.nbytes
+        buckets[tensor.device, tensor.dtype, num_bytes // _BROADCAST_BUCKET_BYTES].append(tensor)
     for bucket in buckets.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
         # As bytes: no backend knows every dtype.

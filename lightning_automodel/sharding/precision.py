@@ -104,32 +104,35 @@ def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     """
     if policy.param_dtype not in HALF:
         return {}
-    normalising = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
-    kept = {id(parameter) for module in normalising for parameter in module.parameters(recurse=False)}
-    return {name: "beside running statistics" for name, p in model.named_parameters() if id(p) in kept}
+    return {
+        name: "beside running statistics"
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "running_mean", None), Tensor)
+        for name, _ in module.named_parameters(path, recurse=False)
+    }
 
 
-class OutermostCall:
-    """Wraps methods so that only the outermost of nested calls runs through ``run(method, args, kwargs)``."""
+def outermost_calls(
+    run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns what wraps methods, so that the outermost of nested calls runs through ``run(method, args, kwargs)``."""
+    is_running = False
 
-    def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        self._run = run
-        self._is_running = False
-
-    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper to replace ``method`` by."""
-
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running:
+            nonlocal is_running
+            if is_running:
                 return method(*args, **kwargs)
-            self._is_running = True
+            is_running = True
             try:
-                return self._run(method, args, kwargs)
+                return run(method, args, kwargs)
             finally:
-                self._is_running = False
+                is_running = False
 
         return call
+
+    return around
 
 
 def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
@@ -143,9 +146,9 @@ def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> N
             return output
         return cast_floating(output, policy.output_dtype)
 
-    casts = OutermostCall(run)
+    casting = outermost_calls(run)
     for module in modules:
-        module.forward = casts.around(module.forward)
+        module.forward = casting(module.forward)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
@@ -202,12 +205,16 @@ class Dtypes:
     @classmethod
     def of(cls, model: nn.Module, parameters: Collection[nn.Parameter]) -> "Dtypes":
         """Those of ``model``, which has these ``parameters``."""
-        params = [param for group in fsdp2.fsdp_param_groups(model) for param in group.fsdp_params]
+        computed: set[torch.dtype | None] = set()
         with plain_access():
             held = {parameter.dtype for parameter in parameters}
-            plain = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
-            reduced = {fsdp2.unsharded_gradient_dtype(p) for p in params if p.sharded_param.requires_grad}
-        return cls(held, unit_dtypes(model), plain | reduced)
+            reduced = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
+            for group in fsdp2.fsdp_param_groups(model):
+                for param in group.fsdp_params:
+                    computed.add(param.mp_policy.param_dtype)
+                    if param.sharded_param.requires_grad:
+                        reduced.add(fsdp2.unsharded_gradient_dtype(param))
+        return cls(held, {dtype for dtype in computed if dtype is not None}, reduced)
 
     def pass_float16(self, plugin: Precision) -> bool:
         """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""

@@ -1,6 +1,7 @@
 """Tensor parallelism: Hugging Face models' own plans, and what tensor-parallel ranks must have in common."""
 
 import zlib
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -51,10 +52,7 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
     if not _takes_part(module, mesh.tensor_parallel):
-        if is_sharded(module):
-            planned = []
-        else:
-            planned = list(outermost(module, _has_plan))
+        planned = [] if is_sharded(module) else list(outermost(module, _has_plan))
         if not planned:
             raise ValueError(
                 f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is"
@@ -136,17 +134,12 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
-    A collective over the group, of one number. Copies all tensors to the host, except sparse and nested
-    ones, which are not compared.
+    A collective over the group, of one number. Copies all tensors to the host.
     """
-    checksum = 0
-    for tensor in tensors_in(batch):
-        if tensor.layout == torch.strided and not tensor.is_nested:
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            # A copy: a tensor of one element is contiguous with any stride, and could not be viewed as
-            # bytes.
-            data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
-            checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
+    content = BytesIO()
+    # Cloned, or what a view does not show would be compared.
+    torch.save([tensor.detach().cpu().clone() for tensor in tensors_in(batch)], content)
+    checksum = zlib.crc32(content.getvalue())
     if collectives.disagreement({"checksum": str(checksum)}, group, device):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"

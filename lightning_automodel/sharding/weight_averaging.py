@@ -1,7 +1,7 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook, where it is not sharded yet, or has no values, or FSDP2
-refuses the copy. So their hook runs once the module is distributed, with a copy that is distributed like it.
+They deep-copy the module in their ``setup`` hook, where it is not sharded or converted yet, or has no values, or
+FSDP2 refuses the copy. So their hook runs once the module is distributed, with a copy that is distributed like it.
 Each rank averages its own shards, without communication.
 """
 
@@ -11,27 +11,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
-from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, is_sharded
 
 
-def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
-    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
-
-    It is sharded, or some of its tensors have no values, or it will be converted to float64: validations,
-    which swap average and weights, would round these.
-    """
-    is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
+def delay_setup(module: pl.LightningModule, patches: PatchStack) -> None:
+    """Delay the ``setup`` of averaging callbacks until :func:`set_up`: before, ``module`` is not what is trained."""
     for callback in _averaging(module):
-        if shards or is_converted or meta_init.names_without_values(module):
-            patches.set(callback, "setup", lambda *_, **__: None)
+        patches.set(callback, "setup", lambda *_, **__: None)
 
 
 def set_up(module: pl.LightningModule) -> None:
@@ -39,8 +31,9 @@ def set_up(module: pl.LightningModule) -> None:
     stage = module.trainer.state.fn
     assert stage is not None
     with PatchStack() as while_copying:
-        # Only within these calls: other callbacks that copy the module want it whole.
-        while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
+        if is_sharded(module):
+            # Only within these calls: other callbacks that copy the module want it whole.
+            while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
         if is_overridden("configure_model", module):
             # WeightAveraging calls it, to have layers to copy.
             while_copying.set(module, "configure_model", lambda: None)
@@ -56,31 +49,28 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
-        swapped.add(callback)
-
-    def swap_back(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
-        swapped.discard(callback)
-
-    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
+    def save(callback: Callback, *args: Any) -> None:
         checkpoint = args[-1]
         if callback in swapped and "current_model_state" in checkpoint:
             average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    hooks = {
-        "on_validation_epoch_start": swap,
-        "on_validation_epoch_end": swap_back,
+    following: dict[str, Callable[..., None]] = {
+        "on_validation_epoch_start": lambda callback, *_: swapped.add(callback),
+        "on_validation_epoch_end": lambda callback, *_: swapped.discard(callback),
         "on_save_checkpoint": save,
     }
+
+    def call_both(callback: Callback, hook: Callable[..., None], name: str, *args: Any) -> None:
+        hook(*args)
+        following[name](callback, *args)
+
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name, replacement in hooks.items():
-                patches.set(callback, name, partial(replacement, callback, getattr(callback, name)))
+            for name in following:
+                hook = getattr(callback, name)
+                patches.set(callback, name, partial(call_both, callback, hook, name))
     return lambda: bool(swapped)
 
 
