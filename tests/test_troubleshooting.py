@@ -78,10 +78,9 @@ NOT_MESSAGES = {
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
     "… of … (group … of optimizer …)": "a part of `Ranks step with different options`",
     "the work of rank … in … …": "what others wait for, a part of `is missing at`",
-    "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
     "left whole where the model was sharded": "in describe()",
-    "outside of every FSDP root": "in describe()",
+    "outside of every FSDP root, or shared between several": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_automodel.distributed.mesh import EXPERT, num_expert_ranks
 from lightning_automodel.sharding.quantized import has_parts
@@ -36,82 +36,50 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
         ValueError: If the mesh is another one, if parameters do not count the same number of experts, if the
             ranks do not divide that number, or if a parameter cannot be split by experts.
     """
-    _check_mesh(mesh)
-    parameters = _chosen(module, names)
-    wholes = {name: parameter for name, parameter in parameters.items() if num_expert_ranks(parameter) == 1}
-    _check(wholes, module, mesh.size())
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for name, whole in wholes.items():
-        if whole not in replaced:
-            replaced[whole] = _spread(whole, mesh)
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, replaced[whole])
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1 or mesh.mesh_dim_names != (EXPERT,):
+    if mesh.mesh_dim_names != (EXPERT,):
         raise ValueError(
             f"spread_experts needs the mesh self.device_mesh[{EXPERT!r}], which a strategy with"
             f" expert_parallel_size > 1 makes, got a mesh with the dimensions {mesh.mesh_dim_names} of sizes"
             f" {tuple(mesh.shape)}."
         )
-
-
-def _chosen(module: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` with these names, or all."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     if names is None:
-        return parameters
-    chosen = list(names)
-    unknown = [name for name in chosen if name not in parameters]
-    if unknown:
-        raise ValueError(
-            f"{class_name(module)} has no parameter {unknown[0]!r} to spread: its parameters are"
-            f" {', '.join(parameters)}."
-        )
-    return {name: parameters[name] for name in chosen}
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    chosen = {name: module.get_parameter(name) for name in names}
+    wholes = {name: parameter for name, parameter in chosen.items() if num_expert_ranks(parameter) == 1}
+    _check(wholes, module, mesh.size())
+    spread = {whole: _spread(whole, mesh) for whole in wholes.values()}
+    for name, whole in wholes.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, spread[whole])
 
 
 def _check(parameters: dict[str, nn.Parameter], module: nn.Module, num_ranks: int) -> None:
     """Raise ValueError unless these parameters of ``module`` can be spread over ``num_ranks``."""
     for name, parameter in parameters.items():
-        reason = _reason_against(parameter)
-        if reason is not None:
-            raise ValueError(f"spread_experts: {name} of {class_name(module)} {reason}.")
-    numbers = {name: len(parameter) for name, parameter in parameters.items()}
-    if len(set(numbers.values())) > 1:
-        shown = ", ".join(f"{name} ({number})" for name, number in numbers.items())
+        if not parameter.is_floating_point() or has_parts(parameter):
+            raise ValueError(
+                f"spread_experts: {name} of {class_name(module)} is a {type(parameter).__name__} of"
+                f" {parameter.dtype}, which cannot be split by experts: spread them before anything else"
+                " distributes them, and load them in full precision, or leave expert_parallel_size at 1."
+            )
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    numbers = {shape[:1] for shape in shapes.values()}
+    if len(numbers) > 1 or any(len(shape) < 2 for shape in shapes.values()):
         raise ValueError(
-            f"spread_experts: the first dimensions of {class_name(module)}'s parameters differ: {shown}."
-            " Each must count the experts. Pass names=[...] with the parameters that do."
+            f"spread_experts: the first of several dimensions of each parameter must count the experts, and"
+            f" {class_name(module)} has {shapes}: pass names=[...] with the parameters whose first one does."
         )
-    for name, number in numbers.items():
+    for (number,) in numbers:
         if number % num_ranks:
             valid = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
             raise ValueError(
-                f"expert_parallel_size={num_ranks} does not divide the {number} experts of {name} in"
+                f"expert_parallel_size={num_ranks} does not divide the {number} experts of"
                 f" {class_name(module)}: valid sizes are {valid}."
             )
 
 
-def _reason_against(parameter: nn.Parameter) -> str | None:
-    """Why ``parameter`` cannot be split by experts; None if it can."""
-    if isinstance(parameter, DTensor):
-        return "is a DTensor of another mesh: spread experts before anything else distributes them"
-    if not parameter.is_floating_point() or has_parts(parameter):
-        return (
-            f"holds quantised weights ({parameter.dtype}), whose codes cannot be split by experts: load the"
-            " experts in full precision, or leave expert_parallel_size at 1"
-        )
-    if parameter.ndim < 2:
-        return f"has the shape {tuple(parameter.shape)}: its first dimension must count the experts"
-    return None
-
-
 def _spread(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    source: int | None = 0
-    if whole.device.type == "meta":
-        source = None  # there are no values to send
+    source = None if whole.is_meta else 0  # there are no values to send
     with torch.no_grad():
         part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=source)
     parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
