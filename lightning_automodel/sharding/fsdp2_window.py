@@ -7,7 +7,7 @@ what comes                phase after it      reductions after it        paramet
 ========================  ==================  =========================  =======================================
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
-:meth:`end_forward`       HOOKS               as before                  retained: the module shows shards
+:meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
 :meth:`begin`             STEP                ALL at the window's end,   shown again, or gathered anew
                                               else as ``defer`` says
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
@@ -26,7 +26,7 @@ memory of the unsharded ones is retained: others find an ordinary sharded module
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
+from enum import Enum
 from functools import partial
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import GatheredUnit
+from lightning_automodel.sharding.gathered import GatheredUnit, Phase
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -87,14 +87,6 @@ class Reductions(Enum):
     ALL = (True, True, True)
 
 
-class Phase(Enum):
-    """What runs, which decides what FSDP2 frees."""
-
-    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
-    STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
-    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
-
-
 class FSDP2Window(Engine):
     """Controls the communication of an FSDP2 model in each accumulation window, and what stays gathered.
 
@@ -104,6 +96,7 @@ class FSDP2Window(Engine):
 
     Attributes:
         units: Those of the model, each with its gathered parameters.
+        phase: What runs.
 
     Args:
         model: Sharded by FSDP2, with parameters that are :class:`Shard`.
@@ -122,7 +115,7 @@ class FSDP2Window(Engine):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
-        self._phase = Phase.EVALUATION
+        self.phase = Phase.EVALUATION
         self._reductions = Reductions.BY_FSDP2
         self._is_replaying = False
         self.model = model
@@ -152,7 +145,12 @@ class FSDP2Window(Engine):
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
             in_step = dict.fromkeys(by_unit, (False, None))
         always = {group: (True, group.mesh_info) for group in by_unit}
-        self._resharding = {Phase.HOOKS: always, Phase.STEP: in_step, Phase.EVALUATION: by_unit}
+        self._resharding = {
+            Phase.HOOKS: always,
+            Phase.STEP: in_step,
+            Phase.BEFORE_BACKWARD: always,
+            Phase.EVALUATION: by_unit,
+        }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
@@ -164,9 +162,9 @@ class FSDP2Window(Engine):
         if reductions is not None and reductions is not self._reductions:
             fsdp2.set_flags(fsdp2.REDUCTIONS, dict.fromkeys(self._unit_of, reductions.value))
             self._reductions = reductions
-        if phase is not self._phase:
+        if phase is not self.phase:
             fsdp2.set_flags(fsdp2.RESHARDING, self._resharding[phase])
-            self._phase = phase
+            self.phase = phase
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -213,6 +211,7 @@ class FSDP2Window(Engine):
     def end_forward(self) -> None:
         self._check_current()
         self._show_shards(retained=True)
+        self.enter(Phase.BEFORE_BACKWARD)
 
     @override
     def end_step(self) -> None:
@@ -295,6 +294,8 @@ class FSDP2Window(Engine):
             if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
                 unit.check_unwritten()
                 unit.gather()
+            elif unit.is_gathered:
+                unit.check_unwritten()
         window = backward.window
         if not window.trained <= self.tracked:
             self.track(window.trained)
@@ -376,7 +377,7 @@ class FSDP2Window(Engine):
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
         if wanted is None:
-            self.enter(self._phase, Reductions.BY_FSDP2)
+            self.enter(self.phase, Reductions.BY_FSDP2)
 
     @override
     def close(self) -> None:

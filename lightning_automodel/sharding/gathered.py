@@ -10,6 +10,7 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
+from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
@@ -154,6 +154,15 @@ def text_of_refusal(shard: Any, gathered: Tensor) -> str:
     )
 
 
+class Phase(Enum):
+    """What runs, which decides what FSDP2 frees."""
+
+    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
+    BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
+    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+
+
 # --- One unit -------------------------------------------------------------------------------------------------------
 
 
@@ -162,11 +171,11 @@ class GatheredUnit(fsdp2.Unit):
 
     Attributes:
         number: Of the unit, from 1.
-        engine: Knows whether a backward of the strategy runs.
+        engine: Knows which phase it is in, and whether a backward of the strategy runs.
         hook: Of its forwards.
     """
 
-    def __init__(self, module: FSDPModule, number: int, engine: Engine) -> None:
+    def __init__(self, module: FSDPModule, number: int, engine: Any) -> None:
         super().__init__(module)
         self.number = number
         self.engine = engine
@@ -203,7 +212,8 @@ class GatheredUnit(fsdp2.Unit):
             if self.is_pending and not self.is_current:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
-        self._forward_versions = self._versions()
+        if self.engine.phase is not Phase.BEFORE_BACKWARD:
+            self._forward_versions = self._versions()
 
     @property
     def is_current(self) -> bool:
@@ -221,18 +231,20 @@ class GatheredUnit(fsdp2.Unit):
                 raise RuntimeError(f"{param.sharded_param.parameter_name} {WRITTEN_TWICE}")
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if shards were written between a forward and the backward that gathers them again.
+        """Raise RuntimeError if shards were written between a forward and its backward.
 
-        One process would go on with the values of the forward, or raise.
+        One process would go on with the values of the forward, with the new ones, or raise, as they were
+        written. What a step writes to its copies, while these stay gathered, the backward sees as in one process.
         """
-        if not self._forward_versions:
+        before = self._gathered_versions if self.is_gathered else self._forward_versions
+        if not before:
             return  # no forward has run
-        for param, now, then in zip(self.params, self._versions(), self._forward_versions, strict=True):
+        for param, now, then in zip(self.params, self._versions(), before, strict=True):
             shard = param.sharded_param
             if shard.requires_grad and now != then:
                 raise RuntimeError(
-                    f"{shard.parameter_name} was written between a forward and its backward, which would compute"
-                    f" with the new values. Write it {IN_HOOKS}, or pass reshard_during_accumulation=False."
+                    f"{shard.parameter_name} was written between a forward and its backward, for which FSDP2 has"
+                    f" the values of one time alone. Write it {IN_HOOKS}, or pass data_parallel='ddp'."
                 )
 
     # --- Before copies are freed --------------------------------------------------------------------------------------

@@ -47,7 +47,10 @@ CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
     "freezes": (Freezes, ()),
     "averaged-into-buffers": (AveragesIntoBuffers, ("recipe",)),
     "averages-shards-into-buffers": (AveragesIntoBuffers, ("shards",)),
-    **{f"clamped-{place}": (Clamps, (place,)) for place in ("start", "end", "batch_start", "batch_end")},
+    **{
+        f"clamped-{place}": (Clamps, (place,))
+        for place in ("start", "end", "batch_start", "batch_end", "before_zero_grad", "before_hooks_forward")
+    },
     "slices-counted": (WritesUncounted, ("counted", "end")),
     "reads": (Normalises, ("read",)),
     **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("start", "forward", "step")},
@@ -89,15 +92,19 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "averages-shards-into-buffers"),
     ("kept", "teacher-dino_update_momentum-middle"),
     ("offloaded", "clamped-start"),
+    ("ddp", "clamped-before_zero_grad"),
+    ("kept", "teacher-polyak-before_zero_grad"),
 )
 IN_LISTS = ("timm_ema", "hard_update", "foreach_mul_add")  # of state dicts, or whole parameters beside parts
 
 
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
-WRITTEN_BETWEEN = [
-    *(f"teacher-swap-{place}" for place in ("middle", "end", "before_zero_grad")),
-    "clamped-end",
-    "wgan-forward",
+# By a step, to what stays gathered for the backward or not; and by hooks, to shards.
+WRITTEN_IN_STEP = ["teacher-swap-middle", "teacher-swap-end", "clamped-end", "wgan-forward"]
+WRITTEN_IN_HOOKS = [
+    "teacher-swap-before_zero_grad",
+    "clamped-before_zero_grad",
+    "clamped-before_hooks_forward",
 ]
 
 
@@ -110,7 +117,9 @@ def _combinations() -> list[Any]:
                 continue  # refused, see below
             if case == "wgan-forward" and engine not in ("kept", "offloaded", "ddp"):
                 continue  # refused, see below
-            if case in WRITTEN_BETWEEN and not keeps and engine not in ("ddp", "whole"):
+            if case in WRITTEN_IN_STEP and not keeps and engine not in ("ddp", "whole"):
+                continue  # refused, see below
+            if case in WRITTEN_IN_HOOKS and engine != "ddp":
                 continue  # refused, see below
             if case in STATE_DICTS_AT_START and engine != "ddp":
                 continue  # refused, see below
@@ -198,10 +207,16 @@ def test_held_shards_are_not_written_in_a_step(pool2: RankPool) -> None:
         assert "was written while it was gathered, as a list or an optimizer holds its shard" in message
 
 
-@pytest.mark.parametrize("case", WRITTEN_BETWEEN)
-def test_values_for_a_backward(pool2: RankPool, case: str) -> None:
-    """A resharded unit is gathered anew for its backward, which needs the values of the forward."""
-    for message in pool2.run(_refusal, STRATEGIES["resharded"], case, "64-true"):
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        *(("resharded", case) for case in WRITTEN_IN_STEP),
+        *((engine, case) for engine in ("kept", "resharded", "whole") for case in WRITTEN_IN_HOOKS),
+    ],
+)
+def test_values_for_a_backward(pool2: RankPool, engine: str, case: str) -> None:
+    """FSDP2 has the values of the forward or new ones; one process has those that how they are written demands."""
+    for message in pool2.run(_refusal, ENGINES[engine], case, "64-true"):
         assert "was written between a forward and its backward" in message
 
 

@@ -366,6 +366,12 @@ class Clamps(Writer):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.clamp("batch_start")
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.clamp("before_zero_grad")
+        self.clamp("before_hooks_forward")
+        if self.place == "before_hooks_forward":
+            self.student(torch.zeros(1, WIDTH, dtype=torch.float64))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.clamp("batch_end")
 
