@@ -244,16 +244,6 @@ class Unit:
         self.groups = param_groups(module)
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self.is_retained = False
-        param_of = {param.sharded_param: param for param in self.params}
-        # Where modules hold them: in several places if they share one.
-        self._places = [
-            (holder, name, param_of[shard])
-            for holder in dict.fromkeys(
-                m for group in self.groups for r in group.modules for m in r.modules()
-            )
-            for name, shard in holder._parameters.items()
-            if shard in param_of
-        ]
 
     @property
     def is_gathered(self) -> bool:
@@ -271,15 +261,12 @@ class Unit:
 
     def retain(self) -> None:
         """Let modules show shards, and retain the memory of what was gathered."""
-        self._show_shards()
-        self.is_retained = True
-
-    def _show_shards(self) -> None:
         for group in self.groups:
             group._sharded_state = type(group._sharded_state).SHARDED
         for param in self.params:
             param._setattr_on_modules(param.sharded_param)
             param.sharded_state = type(param.sharded_state).SHARDED
+        self.is_retained = True
 
     def show_gathered(self) -> None:
         """Let modules show gathered parameters, which are trainable as the shards are."""
@@ -322,11 +309,12 @@ class Unit:
 
     def is_substituted(self) -> bool:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
-        for holder, name, param in self._places:
-            tensor = holder._parameters[name]
+        for param in self.params:
+            place = param._module_info
+            shown = getattr(place.module, place.param_name)
             # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
-            is_layout = isinstance(tensor, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
-            if tensor is not param.sharded_param and tensor is not param.unsharded_param and not is_layout:
+            is_layout = isinstance(shown, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
+            if shown is not param.sharded_param and shown is not param.unsharded_param and not is_layout:
                 return True
         return False
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.torch import local_tensor, use_and_writes, version, versions
+from lightning_automodel.internals.torch import local_tensor, use_and_writes, versions
 from lightning_automodel.sharding.whole_copies import own_part
 
 _SUBSTITUTED = (
@@ -64,7 +64,6 @@ def _set_data(gathered: Any, value: Tensor) -> None:
     # In other memory, since a backward may need what FSDP2 has gathered.
     memory = fsdp2.gather_elsewhere(shard.fsdp_param)
     memory.copy_(own_part(value, gathered).detach())
-    gathered.memory = memory
     for tensor in (gathered, gathered.alias):
         if isinstance(tensor, DTensor):
             torch_internals.set_local_tensor(tensor, memory)
@@ -103,14 +102,12 @@ class GatheredTensor:
     Attributes:
         shard: The sharded parameter.
         unit: Whose parameter it is.
-        memory: Where FSDP2 gathers it.
         alias: Shares the memory, and has a version counter of its own: that of writes through ``.data``.
     """
 
     __slots__ = ()  # or a parameter could not be given the classes below
     shard: Any
     unit: Any
-    memory: Tensor
     alias: Tensor
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad)
@@ -132,14 +129,13 @@ def make_gathered(gathered: Any, shard: nn.Parameter, unit: Any) -> None:
     gathered.shard = shard
     gathered.unit = unit
     gathered.alias = DATA.__get__(gathered)
-    gathered.memory = DATA.__get__(local_tensor(gathered))
     gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
 
 
 def make_plain(gathered: Any) -> None:
     """Undo :func:`make_gathered`."""
     gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-    for name in ("shard", "unit", "alias", "memory"):
+    for name in ("shard", "unit", "alias"):
         delattr(gathered, name)
 
 
@@ -189,7 +185,7 @@ class GatheredUnit(fsdp2.Unit):
         for param in self.params:
             make_gathered(param.unsharded_param, param.sharded_param, self)
             self._copies.append(param.unsharded_param)
-        self._note()
+        self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
@@ -224,11 +220,15 @@ class GatheredUnit(fsdp2.Unit):
         with plain_access():
             return versions(self._shards)
 
+    def _written_since(self, before: list[int]) -> list[Any]:
+        """The shards whose versions are no longer those of ``before``; none if that is empty."""
+        now_and_before = zip(self._shards, self._versions(), before, strict=False)
+        return [shard for shard, now, then in now_and_before if now != then]
+
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
-        for param, now, then in zip(self.params, self._versions(), self._gathered_versions, strict=True):
-            if now != then:
-                raise RuntimeError(f"{param.sharded_param.parameter_name} {WRITTEN_TWICE}")
+        for shard in self._written_since(self._gathered_versions):
+            raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if shards were written between a forward and its backward.
@@ -237,11 +237,8 @@ class GatheredUnit(fsdp2.Unit):
         written. What a step writes to its copies, while these stay gathered, the backward sees as in one process.
         """
         before = self._gathered_versions if self.is_gathered else self._forward_versions
-        if not before:
-            return  # no forward has run
-        for param, now, then in zip(self.params, self._versions(), before, strict=True):
-            shard = param.sharded_param
-            if shard.requires_grad and now != then:
+        for shard in self._written_since(before):
+            if shard.requires_grad:
                 raise RuntimeError(
                     f"{shard.parameter_name} was written between a forward and its backward, for which FSDP2 has"
                     f" the values of one time alone. Write it {IN_HOOKS}, or pass data_parallel='ddp'."
@@ -249,7 +246,8 @@ class GatheredUnit(fsdp2.Unit):
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
-    def _note(self) -> None:
+    def forget_writes(self) -> None:
+        """After an exception, give up what was written to copies, some of which may have been freed."""
         self._noted = list(map(use_and_writes, self._copies))
 
     @torch.no_grad()
@@ -261,18 +259,17 @@ class GatheredUnit(fsdp2.Unit):
         noted = list(map(use_and_writes, self._copies))
         if noted == self._noted:
             return
-        versions_now = self._versions()
-        for number, (before, now) in enumerate(zip(self._noted, noted, strict=True)):
-            param = self.params[number]
+        written = self._written_since(self._gathered_versions)
+        for number, param in enumerate(self.params):
+            trained, *writes_before = self._noted[number]
+            trains, *writes_now = noted[number]
             shard = param.sharded_param
-            (trained, *writes_before), (trains, *writes_now) = before, now
             if trains != trained and shard.requires_grad == trained:
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
-                _write_back(param, self._gathered_versions[number] == versions_now[number])
-                with plain_access():
-                    self._gathered_versions[number] = version(shard)
-        self._note()
+                _write_back(param, not any(shard is one for one in written))
+                self._gathered_versions[number] += 1
+        self.forget_writes()
 
     def check_uncounted_writes(self) -> None:
         """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.
@@ -284,17 +281,16 @@ class GatheredUnit(fsdp2.Unit):
         for param in self.params:
             shard = local_tensor(param.sharded_param)
             own = fsdp2.own_slice(param)
-            if own.dtype == shard.dtype and not _are_equal(own.to(shard.device), shard):
+            is_same = own.dtype != shard.dtype or torch.allclose(
+                own.to(shard.device), shard, rtol=0.0, atol=0.0, equal_nan=True
+            )
+            if not is_same:
                 raise RuntimeError(
                     f"{param.sharded_param.parameter_name} was written within a step or a forward in a way that"
                     " nothing counts: by .data of a slice (p[:2].data), by an array of .numpy(), or its shard"
                     " was by its local tensor, while it was gathered. The write would be lost. Write"
                     f" p[:2].clamp_() under torch.no_grad(), or p.data[:2].clamp_(), or write {IN_HOOKS}."
                 )
-
-    def forget_writes(self) -> None:
-        """After an exception, give up what was written to copies, some of which may have been freed."""
-        self._note()
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
@@ -322,14 +318,11 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
 
 def _check_is_gathered(gathered: Any) -> None:
     """Raise RuntimeError if a copy is written that FSDP2 has freed."""
-    if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
+    memory = local_tensor(gathered.alias).untyped_storage()
+    if gathered.numel() > 0 and memory.size() == 0:
         raise RuntimeError(
             f"{gathered.shard.parameter_name} was written within a step or a forward, and FSDP2 has freed"
             f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
             " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
             " data_parallel='ddp'."
         )
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
