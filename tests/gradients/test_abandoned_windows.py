@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import assert_exact, full_weights, micro_batches
 from tests.trainer.runs import (
     CASE,
     STRATEGIES,
-    TOLERANCE,
     LabelledModule,
     loader,
     make_trainer,
@@ -155,9 +154,8 @@ def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor
 )
 def test_new_fit_is_unaffected(pool2: RankPool, way: str, options: dict[str, Any]) -> None:
     """Weights after an abandoned fit and a new one equal those of the new one alone."""
-    expected = Outcome(train_plainly(ALL_WINDOWS))
-    for weights in pool2.run(_fit_after_abandoning, way, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly(ALL_WINDOWS)
+    assert_exact(pool2.run(_fit_after_abandoning, way, options), expected)
 
 
 def _fit_with_missing_batches(missing: set[int], options: dict[str, Any]) -> dict[str, Tensor]:
@@ -182,9 +180,8 @@ def test_none_batches(
     pool2: RankPool, missing: set[int], windows: list[list[int]], options: dict[str, Any]
 ) -> None:
     """A `None` batch takes part in nothing; where it hides a step, the window is lost and the next one is clean."""
-    expected = Outcome(train_plainly(windows))
-    for weights in pool2.run(_fit_with_missing_batches, missing, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly(windows)
+    assert_exact(pool2.run(_fit_with_missing_batches, missing, options), expected)
 
 
 class StepsEveryOther(LabelledModule):
@@ -233,9 +230,8 @@ def test_windows_follow_the_users_steps(
     pool2: RankPool, make_module: Any, accumulate: int, steps: list[list[list[int]]], options: dict[str, Any]
 ) -> None:
     """Windows add up until the user zeroes, whoever steps when."""
-    expected = Outcome(train_plainly(steps))
-    for weights in pool2.run(_fit_module, make_module, options, accumulate):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly(steps)
+    assert_exact(pool2.run(_fit_module, make_module, options, accumulate), expected)
 
 
 class IteratorModule(LabelledModule):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import ACCUMULATE, NUM_BATCHES, Net, batch_of
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 NAMED = {
@@ -102,7 +102,7 @@ def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[d
     ]
 
 
-def plainly(rule: str, how: str) -> Outcome:
+def plainly(rule: str, how: str) -> dict[str, Tensor]:
     net = Net()
     attach(net, RULES[rule], how)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -112,7 +112,7 @@ def plainly(rule: str, how: str) -> Outcome:
         optimizer.zero_grad()
         F.cross_entropy(net(inputs), labels).backward()
         optimizer.step()
-    return Outcome(full_weights(net))
+    return full_weights(net)
 
 
 CASES = {
@@ -133,7 +133,7 @@ CASES = {
 def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
     rule, how, options = case
     for weights, said in pool2.run(_fit, rule, how, options, True):
-        assert weight_error(Outcome(weights), plainly(rule, how)) <= TOLERANCE
+        assert weight_error(weights, plainly(rule, how)) <= TOLERANCE
         assert len(said) <= 1
 
 
@@ -144,7 +144,7 @@ def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> 
     """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
     expected = plainly("halved", how)
     (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
-    assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert weight_error(weights, expected) <= TOLERANCE
     assert said_on_1 == []
     assert len(said) == 1
     assert said[0].startswith(NAMED[how])

@@ -34,12 +34,11 @@ from tests.trainer.exactness import (
     WIDTH,
     Batch,
     Block,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
     relative_error,
-    weight_error,
 )
 from tests.trainer.hugging_face import (
     ACCUMULATE,
@@ -416,8 +415,7 @@ def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
 def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
     """One rank has no label in any micro-batch."""
     expected = plain_decoder(head, CASE)
-    for weights in pool2.run(fit_decoder, head, options):
-        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
+    assert_exact(pool2.run(fit_decoder, head, options), expected)
 
 
 def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
@@ -543,5 +541,4 @@ def fit_causal(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> 
 def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """A head that is tied to the embedding, one that PEFT adapts, and one of its own."""
     expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
-    for weights in pool2.run(fit_causal, make_model, options):
-        assert weight_error(Outcome(weights), prefixed(expected)) <= TOLERANCE
+    assert_exact(pool2.run(fit_causal, make_model, options), prefixed(expected))

@@ -18,8 +18,8 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
     weight_error,
@@ -78,7 +78,7 @@ def test_what_users_write(pool2: RankPool, pool4: RankPool, name: str, engine: s
     num_ranks, options = ENGINES[engine]
     weights, noted = run_plainly(RECIPES[name], num_ranks)
     for found, found_noted in (pool2 if num_ranks == 2 else pool4).run(_fit_recipe, name, options):
-        assert weight_error(Outcome(found), Outcome(weights)) <= TOLERANCE
+        assert weight_error(found, weights) <= TOLERANCE
         assert found_noted == pytest.approx(noted, rel=1e-10)
 
 
@@ -109,9 +109,8 @@ def test_plain_backward_is_averaged_by_fsdp2(pool2: RankPool) -> None:
         optimizer.zero_grad()
         torch.stack([module.loss([batch]) for batch in batches]).mean().backward()
         optimizer.step()
-    expected = Outcome(full_weights(module))
-    for weights in pool2.run(_fit_plain_backward):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = full_weights(module)
+    assert_exact(pool2.run(_fit_plain_backward), expected)
 
 
 class PlainBackwardAfterwards(LabelledModule):
@@ -436,7 +435,7 @@ def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -
         expected, norms, losses = _automatic_plainly(kind, num_ranks)
         for result in results:
             weights, seen_norms, seen_losses = result[name]
-            assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE, name
+            assert weight_error(weights, expected) <= TOLERANCE, name
             if kind is Automatic:
                 assert seen_norms == pytest.approx(norms, rel=1e-10)
                 assert seen_losses == pytest.approx(losses, rel=1e-10)
@@ -491,7 +490,7 @@ def test_sam_with_two_closures(pool2: RankPool, pool4: RankPool, engine: str) ->
             return loss
 
         optimizer.step(closure)
-    expected = Outcome(full_weights(model))
+    expected = full_weights(model)
     for weights, num_micro_batches in (pool2 if num_ranks == 2 else pool4).run(_fit_sam, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert num_micro_batches == 2 * num_ranks

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, assert_exact, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, first_by_default, make_trainer
 
 WIDTH = 5
@@ -227,7 +227,7 @@ def plainly(
     adds: Callable[[Net, Batch], Tensor] | None = None,
     trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
     factor: float = 1.0,
-) -> Outcome:
+) -> dict[str, Tensor]:
     """Weights of one process.
 
     ``adds`` gives [b] a second loss of each row. ``trains`` has what the backwards train, ``factor`` what
@@ -246,7 +246,7 @@ def plainly(
         mean = loss / sum(len(labels) for _, labels in batches)
         (factor * mean).backward(inputs=list(trains(net)))  # type: ignore[union-attr]
         optimizer.step()
-    return Outcome(full_weights(net))
+    return full_weights(net)
 
 
 BESIDE = [
@@ -278,8 +278,7 @@ def _beside(
 def test_gradients_beside_the_backward(pool2: RankPool, pool4: RankPool, case: tuple[Any, ...]) -> None:
     pool = pool4 if "hsdp" in case[3] else pool2
     expected = plainly(case[4], pool.num_ranks)
-    for weights in pool.run(_beside, *case):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool.run(_beside, *case), expected)
 
 
 # --- Gradients that training uses -------------------------------------------------------------------------------------
@@ -386,7 +385,7 @@ def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tu
             assert "reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
-            assert weight_error(Outcome(found), expected) <= TOLERANCE
+            assert weight_error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
@@ -402,7 +401,7 @@ def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> N
     expected = plainly(1, adds=by_plain_backward)
     for found in pool2.run(_using, "by_plain_backward", False, {}, 1):
         assert not isinstance(found, str), found
-        assert weight_error(Outcome(found), expected) <= TOLERANCE
+        assert weight_error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.every_case
@@ -461,8 +460,7 @@ def test_a_backward_of_some_parameters(
         ):
             pool.run(_train_parts, only_first, options)
         return
-    for weights in pool.run(_train_parts, only_first, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool.run(_train_parts, only_first, options), expected)
 
 
 class ScalesAfterAForward(Trains):
@@ -494,8 +492,7 @@ def test_gradients_scaled_after_a_forward(pool2: RankPool, pool4: RankPool, opti
     """A forward in a hook leaves no gathered parameters in the module, which have no gradients."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     expected = plainly(1, pool.num_ranks, factor=0.25)
-    for weights in pool.run(_scale, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool.run(_scale, options), expected)
 
 
 class LooksAround(Trains):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, full_weights, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, assert_exact, full_weights, weight_error
 from tests.trainer.precisions import (
     ACCUMULATE,
     INIT_SCALE,
@@ -79,7 +79,7 @@ def test_overflow_in_one_shard_skips_the_step_everywhere(pool2: RankPool, option
     expected = loop("16-mixed", "fsdp2", skipped=(1,))
     for weights, scale in pool2.run(_overflow, options, True):
         assert scale == INIT_SCALE / 2
-        assert weight_error(Outcome(weights), expected) <= SAME
+        assert weight_error(weights, expected) <= SAME
     assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
 
 
@@ -125,7 +125,7 @@ def test_overflow_of_a_loss(pool2: RankPool, options: dict[str, Any]) -> None:
         _fit_and_scale, InfiniteLoss, strategy, {}, {"growth_interval": 1000}
     ):
         assert scale == INIT_SCALE / 2
-        assert weight_error(Outcome(weights), expected) <= SAME
+        assert weight_error(weights, expected) <= SAME
 
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
@@ -138,7 +138,7 @@ def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str,
     for weights, scale, norm in pool2.run(_fit_and_scale, WideLossModule, options, settings, SCALER):
         assert scale == INIT_SCALE * 8
         assert abs(norm - norms[-1]) <= SAME * norms[-1]
-        assert weight_error(Outcome(weights), expected) <= SAME
+        assert weight_error(weights, expected) <= SAME
     assert max(norms) > 0.1
     assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
 
@@ -167,7 +167,7 @@ def test_the_first_window_stays_in_range(pool2: RankPool, make_module: type[Wide
     expected = loop("16-mixed", "fsdp2")
     for weights, scale, _ in pool2.run(_fit_and_scale, make_module, {}, settings, scaler):
         assert scale == 2.0**18
-        assert weight_error(Outcome(weights), expected) <= SAME
+        assert weight_error(weights, expected) <= SAME
 
 
 def _clip_and_note(parameters: list[nn.Parameter], norms: list[float]) -> None:
@@ -197,8 +197,8 @@ def test_fused_optimizers_clip_too(pool2: RankPool, options: dict[str, Any]) -> 
     unclipped, _ = pool2.run(_fit_and_scale, Unfused, options, {}, SCALER)
     for weights, scale, norm in pool2.run(_fit_and_scale, Fused, options, settings, SCALER):
         assert (scale, norm) == (unfused[1], pytest.approx(unfused[2], rel=SAME))
-        assert weight_error(Outcome(weights), Outcome(unfused[0])) <= SAME
-    assert weight_error(Outcome(unclipped[0]), Outcome(unfused[0])) > 100 * SAME
+        assert weight_error(weights, unfused[0]) <= SAME
+    assert weight_error(unclipped[0], unfused[0]) > 100 * SAME
 
 
 class TwoOptimizers(WideLossModule):
@@ -341,11 +341,11 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
     for weights, seen, scale in pool2.run(_fit_two, options):
         assert scale == 2.0 ** (8 + 2 * 3)
         assert seen == pytest.approx(norms[: 2 * 3], rel=SAME)
-        assert weight_error(Outcome(weights), expected) <= SAME
+        assert weight_error(weights, expected) <= SAME
     for kind in (TwoFused, UnscalesByHand):
         for weights, _, scale in pool2.run(_fit_two, options, kind):
             assert scale == 2.0 ** (8 + 2 * 3)
-            assert weight_error(Outcome(weights), expected) <= SAME
+            assert weight_error(weights, expected) <= SAME
 
 
 def _norms(parameters: list[nn.Parameter]) -> list[float]:
@@ -381,7 +381,7 @@ def test_the_scale_is_in_checkpoints(pool2: RankPool, options: dict[str, Any], t
     """What a run has learned about its scale is not lost."""
     for at_once, resumed, scales in pool2.run(_resume, options, str(tmp_path)):
         assert scales == [INIT_SCALE * 8, INIT_SCALE * 2, INIT_SCALE * 8]
-        assert weight_error(Outcome(resumed), Outcome(at_once)) <= SAME
+        assert weight_error(resumed, at_once) <= SAME
 
 
 class ManyTokens(WideLossModule):
@@ -448,8 +448,11 @@ def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) 
     """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
     exact = loop("64-true", "fsdp2")
     for module in (ManyTokens, SmallCounts):
-        for weights in pool2.run(_fit_many_tokens, options, True, "16-true", module):
-            assert weight_error(Outcome(weights), exact) <= 2 * torch.finfo(torch.float16).eps
+        assert_exact(
+            pool2.run(_fit_many_tokens, options, True, "16-true", module),
+            exact,
+            2 * torch.finfo(torch.float16).eps,
+        )
     for weights in pool2.run(_fit_many_tokens, options, False):
         assert not all(weight.isfinite().all() for weight in weights.values())
 
@@ -475,8 +478,9 @@ def test_what_merely_passes_float16_stays_in_range(
     """Under 32-true, where nothing that trains is in float16."""
     exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
     arguments = ("32-true", make_module, make_model)
-    for weights in pool2.run(_fit_many_tokens, options, True, *arguments):
-        assert weight_error(Outcome(weights), exact) <= 8 * torch.finfo(torch.float16).eps
+    assert_exact(
+        pool2.run(_fit_many_tokens, options, True, *arguments), exact, 8 * torch.finfo(torch.float16).eps
+    )
     for weights in pool2.run(_fit_many_tokens, options, False, *arguments):
         assert not all(weight.isfinite().all() for weight in weights.values())
 
@@ -504,4 +508,4 @@ def test_by_name_on_cuda() -> None:
         pool.stop()
     exact = loop("64-true", "fsdp2", case=replace(CASE, num_ranks=1))
     assert scale == 2.0**16
-    assert weight_error(Outcome(weights), exact) <= 2 * torch.finfo(torch.float16).eps
+    assert weight_error(weights, exact) <= 2 * torch.finfo(torch.float16).eps

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.exactness import weight_error
 from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fit_rows, train_rows_plainly
 from tests.trainer.runs import TOLERANCE, by_default
 
@@ -197,4 +197,4 @@ def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str])
             assert "Pass reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
-            assert weight_error(Outcome(found), expected) <= TOLERANCE
+            assert weight_error(found, expected) <= TOLERANCE

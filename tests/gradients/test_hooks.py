@@ -22,8 +22,8 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
     relative_error,
@@ -95,7 +95,7 @@ def test_on_before_optimizer_step_sees_final_unclipped_gradients(
     for seen in pool2.run(_gradients_seen, options, clipping):
         assert len(seen) == len(expected)
         for gradients, wanted in zip(seen, expected, strict=True):
-            assert weight_error(Outcome(gradients), Outcome(wanted)) <= TOLERANCE
+            assert weight_error(gradients, wanted) <= TOLERANCE
 
 
 def _halve(parameters: list[nn.Parameter]) -> None:
@@ -170,7 +170,7 @@ def test_who_clips_for_himself(pool2: RankPool, options: dict[str, Any]) -> None
     ]
     for found in pool2.run(_clip_in_every_way, options):
         for weights, wanted in zip(found, expected, strict=True):
-            assert weight_error(Outcome(weights), Outcome(wanted)) <= TOLERANCE
+            assert weight_error(weights, wanted) <= TOLERANCE
 
 
 class HookedStrategy(AutomodelStrategy):
@@ -298,10 +298,11 @@ def test_a_hook_that_writes_on_one_rank_keeps_ranks_in_step(
     pool2: RankPool, options: dict[str, Any]
 ) -> None:
     """Whether the norm is measured again does not depend on what one rank's hooks have done."""
-    expected = Outcome(plain_weights(decoder(), ACCUMULATE, clip=by_norm(CLIP)))
+    expected = plain_weights(decoder(), ACCUMULATE, clip=by_norm(CLIP))
     tracked = options | {"track_grad_norm": True}
-    for weights in pool2.run(_weights, TouchesOnOneRank, tracked, gradient_clip_val=CLIP, timeout_s=20):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(
+        pool2.run(_weights, TouchesOnOneRank, tracked, gradient_clip_val=CLIP, timeout_s=20), expected
+    )
 
 
 class Reports(Callback):

@@ -19,8 +19,8 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
     weight_error,
@@ -81,17 +81,15 @@ def _fit(options: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
 def test_clipping(pool2: RankPool, accumulate: int, clip: str, options: dict[str, Any]) -> None:
     """Weights equal those of the plain loop over the same windows, clipped by hand in both ways."""
     windows = [list(range(start, start + accumulate)) for start in range(0, 8, accumulate)]
-    expected = Outcome(train_plainly(windows, clip_norm=CLIP))
-    for weights in pool2.run(_fit, options, accumulate=accumulate, clip=clip):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly(windows, clip_norm=CLIP)
+    assert_exact(pool2.run(_fit, options, accumulate=accumulate, clip=clip), expected)
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_count_from_the_batch(pool2: RankPool, options: dict[str, Any]) -> None:
     """Without `num_label_tokens`, the labels of the batch that the step works on are counted."""
-    expected = Outcome(train_plainly([[index] for index in range(8)]))
-    for weights in pool2.run(_fit, options, tell=False):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly([[index] for index in range(8)])
+    assert_exact(pool2.run(_fit, options, tell=False), expected)
 
 
 AGAIN = "manual_backward is called again for the same batch, and each loss weighs by all {} of that batch."
@@ -127,9 +125,9 @@ def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor],
 
 def test_chunks_of_a_batch(pool2: RankPool) -> None:
     """Exact with a count for each; without, none of them may weigh as the whole batch in silence."""
-    expected = Outcome(train_plainly([[index] for index in range(8)], TWO_ROWS))
+    expected = train_plainly([[index] for index in range(8)], TWO_ROWS)
     for weights, error, warned in pool2.run(_fit_chunks, True, {}):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert (error, warned) == ("", [])
     for _, error, _ in pool2.run(_fit_chunks, False, {}):
         assert error.startswith(AGAIN.format("label tokens"))
@@ -209,6 +207,5 @@ def _fit_right_first() -> dict[str, Tensor]:
 
 def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
     """What a root has deferred is reduced at the end of the window, although the last backward does not reach it."""
-    expected = Outcome(_plain_right_first())
-    for weights in pool2.run(_fit_right_first):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = _plain_right_first()
+    assert_exact(pool2.run(_fit_right_first), expected)

@@ -22,7 +22,6 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
-    Outcome,
     TinyDecoder,
     full_weights,
     micro_batches,
@@ -160,9 +159,9 @@ def _fit_with(
 )
 def test_changes_nothing(pool2: RankPool, tmp_path: Path, event: str, options: dict[str, Any]) -> None:
     """Training goes on as if nothing had happened; a forward with swapped weights really uses them."""
-    expected = Outcome(train_plainly(WINDOWS))
+    expected = train_plainly(WINDOWS)
     for weights, losses in pool2.run(_fit_with, event, options, str(tmp_path)):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         if event.startswith("swap"):
             first = _loss_with_swapped_initial_weights()
             assert relative_error(losses[0], first) <= TOLERANCE
@@ -174,9 +173,9 @@ def test_changes_nothing(pool2: RankPool, tmp_path: Path, event: str, options: d
 @pytest.mark.parametrize("event", ["validation_with_swap", "swap", "swap_data"])
 def test_model_sharded_by_hand(pool2: RankPool, tmp_path: Path, event: str, name: str) -> None:
     """A root of the user's own is not left gathered by a forward without gradients either."""
-    expected = Outcome(train_plainly(WINDOWS))
+    expected = train_plainly(WINDOWS)
     for weights, losses in pool2.run(_fit_with, event, STRATEGIES[name], str(tmp_path), ShardedByHand):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         if event.startswith("swap"):
             assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
 

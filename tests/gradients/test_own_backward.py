@@ -21,7 +21,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import Net, batch_of
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import Batch, TinyDecoder, assert_exact, full_weights, weight_error
 from tests.trainer.plain import plain_weights, sgd
 from tests.trainer.runs import (
     TOLERANCE,
@@ -103,9 +103,9 @@ def _fit(name: str, accumulate: int, options: dict[str, Any]) -> dict[str, Tenso
     return full_weights(module.model)
 
 
-def _plainly(accumulate: int, num_ranks: int) -> Outcome:
+def _plainly(accumulate: int, num_ranks: int) -> dict[str, Tensor]:
     model = TinyDecoder(20).double()
-    return Outcome(plain_weights(model, accumulate, case(num_ranks), clip=edit))
+    return plain_weights(model, accumulate, case(num_ranks), clip=edit)
 
 
 CASES = {
@@ -142,8 +142,7 @@ def test_a_backward_that_edits_gradients(
     name, accumulate, engine = case_
     num_ranks, options = ENGINES[engine]
     expected = _plainly(accumulate, num_ranks)
-    for weights in (pool2 if num_ranks == 2 else pool4).run(_fit, name, accumulate, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact((pool2 if num_ranks == 2 else pool4).run(_fit, name, accumulate, options), expected)
 
 
 # --- Backwards within the strategy's ----------------------------------------------------------------------------------
@@ -270,7 +269,7 @@ def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> di
     return full_weights(module.net)
 
 
-def _cached_plainly(accumulate: int) -> Outcome:
+def _cached_plainly(accumulate: int) -> dict[str, Tensor]:
     net = Net()
     optimizer = sgd(net)
     for start in range(0, NUM_BATCHES, accumulate):
@@ -281,7 +280,7 @@ def _cached_plainly(accumulate: int) -> Outcome:
         losses = torch.stack([len(rows) * contrast(net(rows)) for rows in window])
         (losses.sum() / sum(map(len, window))).backward()
         optimizer.step()
-    return Outcome(full_weights(net))
+    return full_weights(net)
 
 
 @pytest.mark.every_case
@@ -295,7 +294,7 @@ def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str
     expected = _cached_plainly(accumulate)
     for weights in pool2.run(_fit_cached, 3, accumulate, options):
         assert not isinstance(weights, str), weights
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 @pytest.mark.every_case
@@ -307,7 +306,7 @@ def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: 
         assert "averages the first of them alone over ranks. Pass data_parallel='fsdp2'" in message
     for weights in pool2.run(_fit_cached, 1, accumulate, ddp):
         assert not isinstance(weights, str), weights
-        assert weight_error(Outcome(weights), _cached_plainly(accumulate)) <= TOLERANCE
+        assert weight_error(weights, _cached_plainly(accumulate)) <= TOLERANCE
 
 
 class ZeroesInIt(LabelledModule):
@@ -358,8 +357,8 @@ def _zeroing(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("engine", ["fsdp2", "resharded", "ddp"])
 def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
     """Right where the window holds nothing yet; else its count would cover more than its gradients."""
-    expected = Outcome(plain_weights(TinyDecoder(20).double(), 2, case(2)))
+    expected = plain_weights(TinyDecoder(20).double(), 2, case(2))
     for weights, refusals in pool2.run(_zeroing, ENGINES[engine][1]):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert len(refusals) == 2
         assert all("zero_grad() was called within a backward of the strategy" in text for text in refusals)

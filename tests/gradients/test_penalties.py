@@ -22,7 +22,7 @@ from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
     Batch,
-    Outcome,
+    assert_exact,
     full_weights,
     micro_batches,
     weight_error,
@@ -95,7 +95,7 @@ def fit(module: LightningModule, options: dict[str, Any], accumulate: int) -> di
     return full_weights(module)
 
 
-def plainly(penalty: str, accumulate: int, only_in_last: bool = False) -> Outcome:
+def plainly(penalty: str, accumulate: int, only_in_last: bool = False) -> dict[str, Tensor]:
     """Weights of one process; the penalty of a window that only its last micro-batch has weighs as that one does."""
     model = filled_decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -145,7 +145,7 @@ def test_in_training_step(pool2: RankPool, case: tuple[str, bool, dict[str, Any]
             assert BYPASSED in found
             assert all(name in found for name in PENALISED)
         else:
-            assert weight_error(Outcome(found), plainly(arguments[0], arguments[-1])) <= TOLERANCE
+            assert weight_error(found, plainly(arguments[0], arguments[-1])) <= TOLERANCE
 
 
 def _frozen_at_setup() -> str:
@@ -168,8 +168,7 @@ def _in_last() -> dict[str, Tensor]:
 
 def test_of_retained_parameters(pool2: RankPool) -> None:
     """Units once freed themselves within the backward that reads them last: a segmentation fault."""
-    for weights in pool2.run(_in_last):
-        assert weight_error(Outcome(weights), plainly("norm", 2, only_in_last=True)) <= TOLERANCE
+    assert_exact(pool2.run(_in_last), plainly("norm", 2, only_in_last=True))
 
 
 def _while_detecting_anomalies() -> dict[str, Tensor]:
@@ -181,8 +180,7 @@ def _while_detecting_anomalies() -> dict[str, Tensor]:
 
 def test_anomaly_detection_looks_at_sharded_gradients(pool2: RankPool) -> None:
     """``DTensor`` has no rule for how torch asks them for NaN."""
-    for weights in pool2.run(_while_detecting_anomalies):
-        assert weight_error(Outcome(weights), plainly("to an anchor", 2)) <= 1e-15
+    assert_exact(pool2.run(_while_detecting_anomalies), plainly("to an anchor", 2), 1e-15)
 
 
 def _before_the_step(options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
@@ -194,5 +192,5 @@ def _before_the_step(options: dict[str, Any], accumulate: int) -> dict[str, Tens
 def test_before_the_step(pool2: RankPool, options: dict[str, Any], accumulate: int) -> None:
     """What the error recommends is exact, under FSDP2 and DDP."""
     for weights in pool2.run(_before_the_step, options, accumulate):
-        error = weight_error(Outcome(weights), plainly("to an anchor", accumulate))
+        error = weight_error(weights, plainly("to an anchor", accumulate))
         assert error <= 1e-15

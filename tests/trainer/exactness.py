@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,11 +43,12 @@ SILENT: dict[str, Any] = {
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The full weights by name that a run left behind."""
+class Outcome(dict[str, Tensor]):
+    """The full weights by name that a run left behind, which any dict of them is too."""
 
-    weights: dict[str, Tensor]
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self
 
 
 class Block(nn.Module):
@@ -138,10 +138,18 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def weight_error(outcome: Outcome, expected: Outcome) -> float:
+def weight_error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest deviation of a weight, relative to the largest weight of its tensor."""
-    assert outcome.weights.keys() == expected.weights.keys()
-    return max(relative_error(outcome.weights[name], weight) for name, weight in expected.weights.items())
+    assert weights.keys() == expected.keys()
+    return max(relative_error(weights[name], weight) for name, weight in expected.items())
+
+
+def assert_exact(
+    by_rank: Iterable[dict[str, Tensor]], expected: dict[str, Tensor], tolerance: float = TOLERANCE
+) -> None:
+    """The weights of every rank are the expected ones."""
+    errors = [weight_error(weights, expected) for weights in by_rank]
+    assert max(errors) <= tolerance, f"ranks are off by {errors}"
 
 
 def relative_error(actual: Tensor | float, expected: Tensor | float) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from tests import devices
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, prefixed, sgd, windows
 from tests.trainer.runs import CASE, loader, make_trainer
 
@@ -95,7 +95,7 @@ def loop(
     clip: Callable[[list[nn.Parameter]], Any] = lambda parameters: None,
     skipped: tuple[int, ...] = (),
     kept: tuple[str, ...] = (),
-) -> Outcome:
+) -> dict[str, Tensor]:
     """Train in this process on whole windows of all ranks, with the roundings that the precision asks for.
 
     Args:

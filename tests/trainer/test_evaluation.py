@@ -16,7 +16,6 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
-    Outcome,
     TinyDecoder,
     full_weights,
     micro_batches,
@@ -109,7 +108,7 @@ def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> N
     for _ in range(2):  # a new fit begins with a new optimizer, whose momentum is zero
         losses.append(plain_losses(model))
         logits.append([[model(b["input_ids"]).detach() for b in batches] for batches in micro_batches(CASE)])
-        expected.append(Outcome(plain_weights(model, ACCUMULATE)))
+        expected.append(plain_weights(model, ACCUMULATE))
     results = pool2.run(_around_fits, options, fresh)
     for rank, (found_losses, predicted, sampled, weights) in enumerate(results):
         for kind in ("validate", "test"):
@@ -118,7 +117,7 @@ def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> N
             assert max(map(relative_error, found, of_model[rank])) <= TOLERANCE
         assert relative_error(sampled, logits[1][0][0]) <= TOLERANCE
         for found, right in zip(weights, expected, strict=True):
-            assert weight_error(Outcome(found), right) <= TOLERANCE
+            assert weight_error(found, right) <= TOLERANCE
 
 
 class EvaluatesWithGradients(Evaluates):
@@ -150,11 +149,11 @@ def test_validation_that_enables_gradients(
 ) -> None:
     """A forward for which no backward comes leaves nothing gathered that training would use."""
     model = decoder()
-    expected = Outcome(plain_weights(model, ACCUMULATE))
+    expected = plain_weights(model, ACCUMULATE)
     losses_at_end = plain_losses(model)
     found = pool2.run(_validate_with_gradients, options, inference_mode)
     for rank, (weights, losses) in enumerate(found):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert_losses(losses, losses_at_end[rank])
 
 

@@ -19,7 +19,6 @@ from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     TOLERANCE,
     Batch,
-    Outcome,
     TinyDecoder,
     full_weights,
     micro_batches,
@@ -83,7 +82,7 @@ def fit(case: Case, options: dict[str, Any]) -> tuple[dict[str, Tensor], Report]
     )
 
 
-def reference(case: Case) -> tuple[Outcome, Report]:
+def reference(case: Case) -> tuple[dict[str, Tensor], Report]:
     """The plain loop: token losses of a window over all ranks, divided by its label tokens."""
     model = TinyDecoder(case.seed).double()
     optimizer = sgd(model)
@@ -97,7 +96,7 @@ def reference(case: Case) -> tuple[Outcome, Report]:
         loss = torch.stack(losses).sum() / (max(count, 1) if case.per_token_loss else len(batches))
         loss.backward()
         optimizer.step()
-    return Outcome(full_weights(model)), (count, len(batches), loss.item())
+    return full_weights(model), (count, len(batches), loss.item())
 
 
 @pytest.mark.every_case
@@ -107,7 +106,7 @@ def test_weights_equal_one_process(pool2: RankPool, case: Case, options: dict[st
     """Every rank ends with the weights of the plain loop, and reports its last window."""
     expected, (count, num_micro_batches, loss) = reference(case)
     for rank, (weights, report) in enumerate(pool2.run(fit, case, options)):
-        error = weight_error(Outcome(weights), expected)
+        error = weight_error(weights, expected)
         assert error <= TOLERANCE, f"rank {rank} is off by {error:.1e} for {case!r}"
         assert report[1] == num_micro_batches
         if case.per_token_loss:
@@ -123,7 +122,7 @@ def test_a_wrong_weight_is_caught(pool2: RankPool, wrong: dict[str, Any], engine
     """Means of micro-batches, and a count that takes in dropped labels, are far off."""
     case = replace(SHIFTED, gap="none")
     for weights, _ in pool2.run(fit, case, {**wrong, **engine}):
-        assert weight_error(Outcome(weights), reference(case)[0]) > WRONG
+        assert weight_error(weights, reference(case)[0]) > WRONG
 
 
 def test_data_is_as_hard_as_it_claims() -> None:

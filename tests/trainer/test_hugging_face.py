@@ -18,7 +18,7 @@ from lightning_automodel.advice import contains_hugging_face_causal_lm
 from lightning_automodel.sharding.units import plan_sharding
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
+from tests.trainer.exactness import Batch, full_weights, weight_error
 from tests.trainer.hugging_face import (
     ACCUMULATE,
     CAUSAL,
@@ -66,7 +66,7 @@ def fit(
 
 
 def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights), prefixed(expected))
+    return weight_error(weights, prefixed(expected))
 
 
 def tiny_llava() -> nn.Module:

@@ -19,7 +19,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Block, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import Block, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
 from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer, mean_loss
 
@@ -58,7 +58,7 @@ def fit_model(
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights), Outcome(expected))
+    return weight_error(weights, expected)
 
 
 class PartlyUsedBlock(Block):

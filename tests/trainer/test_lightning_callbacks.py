@@ -38,8 +38,8 @@ from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
     Batch,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
     weight_error,
@@ -80,7 +80,7 @@ def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Tra
 
 
 def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None:
-    assert weight_error(Outcome(weights), Outcome(train_plainly(windows))) <= TOLERANCE
+    assert weight_error(weights, train_plainly(windows)) <= TOLERANCE
 
 
 class Summarised(ModelModule):
@@ -229,8 +229,7 @@ def _detect_spikes(engine: str, rank: int, folder: str) -> Any:
 def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     """A spike on one rank ends all of them; without one, training is what it was."""
     expected = train_plainly(EPOCH, GAPLESS)
-    for weights in pool2.run(_detect_spikes, engine, -1, str(tmp_path)):
-        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
+    assert_exact(pool2.run(_detect_spikes, engine, -1, str(tmp_path)), expected)
     assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
 
@@ -340,7 +339,7 @@ def test_resume_with_learning_rate_finder(pool2: RankPool, tmp_path: Path, engin
     """The run goes on where it was saved, though the search has trained before the checkpoint is loaded."""
     for batches, weights, undisturbed in pool2.run(_resume_with_finder, engine, str(tmp_path)):
         assert batches == list(range(2, GAPLESS.num_batches))
-        assert weight_error(Outcome(weights), Outcome(undisturbed)) <= TOLERANCE
+        assert weight_error(weights, undisturbed) <= TOLERANCE
 
 
 def _prune(engine: str) -> Any:
@@ -374,7 +373,7 @@ def test_model_pruning(pool2: RankPool) -> None:
     for module, name in names:
         prune.remove(module, name)
     for weights in pool2.run(_prune, "ddp"):
-        assert weight_error(Outcome(weights), Outcome(full_weights(model))) <= TOLERANCE
+        assert weight_error(weights, full_weights(model)) <= TOLERANCE
         assert any((weight == 0).any() for weight in weights.values())
     for message in pool2.run(_prune, "fsdp2"):
         assert "which FSDP2 would not gather" in message

@@ -14,7 +14,7 @@ from lightning_automodel.checkpoint import export_hugging_face
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.exactness import full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
 from tests.trainer.plain import differ_by_rank, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
@@ -92,7 +92,7 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     assert min(norms) > CLIP_NORM
 
     for weights, grad_norm, held, generated, described in pool2.run(fit, options, adapter):
-        assert weight_error(Outcome(weights), prefixed(expected)) <= TOLERANCE
+        assert weight_error(weights, prefixed(expected)) <= TOLERANCE
         assert all(
             torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before
         )

@@ -19,7 +19,14 @@ from lightning_automodel import AutomodelStrategy
 from tests.devices import device_type
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, WIDTH, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    VOCABULARY,
+    WIDTH,
+    assert_exact,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.runs import CASE, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
@@ -111,7 +118,7 @@ class ShardedByHand(Configured):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"], ignored_params=scalars)
 
 
-def expected(case: Case = CASE) -> Outcome:
+def expected(case: Case = CASE) -> dict[str, Tensor]:
     """What one process gets that creates the model with values, in the precision of the Trainer."""
     torch.manual_seed(SEED)
     torch.set_default_dtype(torch.float64)
@@ -131,7 +138,7 @@ def make_module(where: str, trainer: Any) -> ModelModule:
         return ModelModule(Decoder())
 
 
-def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_options: Any) -> Outcome:
+def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_options: Any) -> dict[str, Tensor]:
     """Train; weights must be 64 bit, and shared where they were."""
     trainer_options = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE, **trainer_options}
     strategy = AutomodelStrategy(**options)
@@ -141,7 +148,7 @@ def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_option
     assert (strategy.describe()["tensors_created_without_values"] > 0) == (where != "values")
     assert module.model.head.weight is module.model.embedding.weight
     assert all(tensor.dtype == torch.float64 for tensor in (*module.parameters(), *module.buffers()))
-    return Outcome(full_weights(module))
+    return full_weights(module)
 
 
 @pytest.mark.parametrize("where", first_by_default(["meta", "values"]))
@@ -149,8 +156,7 @@ def fit(options: dict[str, Any], where: str, case: Case = CASE, **trainer_option
 def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], where: str) -> None:
     """With the meta device or without, the initial weights are those of a single process under rank 0's seed."""
     reference = expected()
-    for outcome in pool2.run(fit, options, where):
-        assert weight_error(outcome, reference) <= TOLERANCE
+    assert_exact(pool2.run(fit, options, where), reference)
 
 
 @pytest.mark.every_case
@@ -163,15 +169,13 @@ def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], wher
 def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str, layout: str) -> None:
     """In a hook, sharded there or not, and in the Trainer's context, all of which know the Trainer's precision."""
     reference = expected()
-    for outcome in pool2.run(fit, LAYOUTS[layout], where):
-        assert weight_error(outcome, reference) <= TOLERANCE
+    assert_exact(pool2.run(fit, LAYOUTS[layout], where), reference)
 
 
 def test_replicas_of_shards(pool4: RankPool) -> None:
     """Four ranks, two replicas: the same model again."""
     reference = expected(CASE4)
-    for outcome in pool4.run(fit, {"data_parallel_replicate_size": 2}, "meta", CASE4):
-        assert weight_error(outcome, reference) <= TOLERANCE
+    assert_exact(pool4.run(fit, {"data_parallel_replicate_size": 2}, "meta", CASE4), reference)
 
 
 def test_another_seed_gives_another_model(pool2: RankPool) -> None:
@@ -218,7 +222,7 @@ class Resuming(ModelModule):
         return DataLoader(micro_batches(CASE)[dist.get_rank()], batch_size=None)
 
 
-def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes: bool) -> Outcome:
+def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes: bool) -> dict[str, Tensor]:
     """Weights after two epochs; the checkpoint is of the first, and read if the second alone is to be trained."""
     kwargs: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE}
     if not resumes:
@@ -226,7 +230,7 @@ def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes
         trainer.fit(module)
         trainer.save_checkpoint(path)
     make_trainer(AutomodelStrategy(**options), **kwargs, max_epochs=2).fit(module, ckpt_path=path)
-    return Outcome(full_weights(module))
+    return full_weights(module)
 
 
 def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool], strict: bool) -> Any:
@@ -251,7 +255,7 @@ def test_a_checkpoint_fills_a_model_without_values(
 ) -> None:
     """Also what has no initialiser, and not before the initialisers have run."""
     for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True), True):
-        assert isinstance(resumed, Outcome)
+        assert isinstance(resumed, dict)
         assert weight_error(resumed, straight) <= TOLERANCE
 
 

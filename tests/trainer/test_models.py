@@ -16,8 +16,8 @@ from tests.trainer.exactness import (
     VOCABULARY,
     WIDTH,
     Block,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     weight_error,
 )
@@ -88,8 +88,7 @@ def fit_model(
 def test_build(pool2: RankPool, make_model: type[nn.Module], options: dict[str, Any]) -> None:
     """Exact from rank 0's weights."""
     expected = prefixed(plain_weights(make_model(), ACCUMULATE))
-    for weights in pool2.run(fit_model, make_model, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool2.run(fit_model, make_model, options), expected)
 
 
 class CallsParts(ModelModule):
@@ -107,8 +106,7 @@ class CallsParts(ModelModule):
 def test_step_that_calls_what_it_likes(pool2: RankPool, options: dict[str, Any]) -> None:
     """A training step needs no forward of the module."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    for weights in pool2.run(fit_model, filled_decoder, options, CallsParts):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool2.run(fit_model, filled_decoder, options, CallsParts), expected)
 
 
 def _units_of_policy(policy: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -135,7 +133,7 @@ def test_auto_wrap_policy(pool2: RankPool, policy: str, units: list[str]) -> Non
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
     for weights, found in pool2.run(_units_of_policy, policy):
         assert found == units
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 class SkipsABlock(TinyDecoder):

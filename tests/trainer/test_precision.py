@@ -23,7 +23,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
     ACCUMULATE,
     DTYPES,
@@ -57,7 +57,7 @@ def tolerances(precision: str) -> tuple[float, float]:
 
 
 @cache
-def in_double() -> Outcome:
+def in_double() -> dict[str, Tensor]:
     """The loop that everything is compared with."""
     return loop("64-true", "fsdp2")
 
@@ -69,8 +69,8 @@ def test_equals_one_process(pool2: RankPool, precision: str, options: dict[str, 
     same, exact = tolerances(precision)
     own = loop(precision, options.get("data_parallel", "fsdp2"))
     for weights, _, loss in pool2.run(fit, precision, options):
-        assert weight_error(Outcome(weights), own) <= same
-        assert weight_error(Outcome(weights), in_double()) <= exact
+        assert weight_error(weights, own) <= same
+        assert weight_error(weights, in_double()) <= exact
         assert math.isfinite(loss)
 
 
@@ -80,7 +80,7 @@ def test_equals_one_process(pool2: RankPool, precision: str, options: dict[str, 
 def test_wrong_weighting_is_farther_off(pool2: RankPool, precision: str) -> None:
     """What the tolerances would have to catch is five times as far away as the widest of them."""
     for weights, _, _ in pool2.run(fit, precision, {"per_token_loss": False}):
-        assert weight_error(Outcome(weights), in_double()) > 5 * tolerances("bf16-true")[1]
+        assert weight_error(weights, in_double()) > 5 * tolerances("bf16-true")[1]
 
 
 BF16_REDUCTION = MixedPrecisionPolicy(
@@ -93,7 +93,7 @@ def test_reduction_in_half_precision_is_farther_off(pool2: RankPool) -> None:
     same, exact = tolerances("bf16-mixed")
     for weights, described, _ in pool2.run(fit, "bf16-mixed", {"mp_policy": BF16_REDUCTION}):
         assert described["precision"]["reduction"] == "torch.bfloat16"
-        assert 100 * same < weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2")) <= exact
+        assert 100 * same < weight_error(weights, loop("bf16-mixed", "fsdp2")) <= exact
 
 
 @pytest.mark.parametrize("defer", first_by_default(["all_reduce", True, False]))
@@ -102,14 +102,14 @@ def test_hsdp(pool4: RankPool, defer: Any) -> None:
     options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": defer}
     own = loop("bf16-mixed", "fsdp2", case=FOUR_RANKS)
     for weights, _, _ in pool4.run(fit, "bf16-mixed", options, WideLossModule, decoder, FOUR_RANKS):
-        assert weight_error(Outcome(weights), own) <= tolerances("bf16-mixed")[0]
+        assert weight_error(weights, own) <= tolerances("bf16-mixed")[0]
 
 
 @pytest.mark.parametrize("policy", first_by_default([{nn.Linear, nn.LayerNorm}, {TinyDecoder}]))
 def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
     """A unit right below the LightningModule answers in float32 too, and small ones pass on what they get."""
     for weights, _, _ in pool2.run(fit, "bf16-mixed", {"auto_wrap_policy": policy}):
-        assert weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
+        assert weight_error(weights, loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
 
 
 def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
@@ -237,7 +237,7 @@ def test_manual_optimization(pool2: RankPool, precision: str, monkeypatch: pytes
     own = loop(precision, "fsdp2")
     for weights, seen in pool2.run(_manual, precision):
         assert seen == {torch.float32}
-        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
+        assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
 class UsedLate(nn.Module):
@@ -280,7 +280,7 @@ def test_unused_beside_used(
     """In a unit whose other parameters have a float32 gradient already: FSDP2 alone refuses two dtypes."""
     own = loop(precision, "fsdp2", make_model(), TWO_WINDOWS)
     for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, make_model, TWO_WINDOWS):
-        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
+        assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
 class Encoder(nn.Module):
@@ -336,7 +336,7 @@ def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
     own = loop(precision, "fsdp2", WithEncoder())
     for weights, seen in pool2.run(_fit_two_names, precision):
         assert seen == {torch.float32}
-        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
+        assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
 class Normalised(nn.Module):
@@ -380,5 +380,5 @@ def test_what_no_unit_casts(pool2: RankPool, precision: str) -> None:
             "model.norm.weight": "beside running statistics",
             "model.norm.bias": "beside running statistics",
         }
-        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
-    assert relative_error(torch.tensor(0.7), own.weights["model.scale"]) > 1
+        assert weight_error(weights, own) <= tolerances(precision)[0]
+    assert relative_error(torch.tensor(0.7), own["model.scale"]) > 1

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
+from tests.trainer.exactness import Batch, full_weights, weight_error
 from tests.trainer.precisions import ACCUMULATE, WideLossModule, decoder, loop, precision_options
 from tests.trainer.runs import first_by_default, loader, make_trainer
 
@@ -165,7 +165,7 @@ def test_sharded_without_a_policy(pool2: RankPool) -> None:
     same = 16 * torch.finfo(torch.float32).eps
     for _, _, described, _, weights in pool2.run(_said, ShardsItself, {}, ["bf16-mixed"]):
         assert described["computation"] == "torch.bfloat16"
-        assert weight_error(Outcome(weights), loop("bf16-mixed", "ddp")) <= same
+        assert weight_error(weights, loop("bf16-mixed", "ddp")) <= same
 
 
 @pytest.mark.parametrize(

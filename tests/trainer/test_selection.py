@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import plain_weights, prefixed
 from tests.trainer.precisions import WideLossModule, decoder, loop
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader
@@ -83,7 +83,7 @@ def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
         assert described["mesh"].items() >= {"data_parallel_replicate": 2, "data_parallel_shard": 1}.items()
         recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
         assert described["activation_checkpointing"] == recomputed
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 MIXED = """
@@ -112,7 +112,4 @@ def test_policy_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
     for weights, described in pool2.run(_fit_from_yaml, Half, MIXED, str(tmp_path)):
         assert described["options"]["timeout"] == timedelta(minutes=2)
         assert described["precision"]["computation"].startswith("torch.bfloat16")
-        assert (
-            weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2"))
-            <= 16 * torch.finfo(torch.float32).eps
-        )
+        assert weight_error(weights, loop("bf16-mixed", "fsdp2")) <= 16 * torch.finfo(torch.float32).eps

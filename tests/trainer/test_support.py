@@ -18,7 +18,7 @@ import torch
 
 from tests.markdown import merged_table
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.exactness import weight_error
 from tests.trainer.support import (
     CELLS,
     FEATURES,
@@ -110,7 +110,7 @@ def check(cell: Cell, pool: RankPool) -> Status:
             status = ("refused", outcome)
         else:
             assert refusal is None, "expected to be refused, but trained"
-            error = weight_error(Outcome(outcome), Outcome(expected_weights(cell)))
+            error = weight_error(outcome, expected_weights(cell))
             assert error <= PRECISIONS[cell.precision], f"off by {error:.1e}"
             status = ("passed", "")
     return status
@@ -120,8 +120,8 @@ def check(cell: Cell, pool: RankPool) -> Status:
 def test_the_widest_tolerance_still_bites(layout: str) -> None:
     """Another window length moves the weights farther than any precision may be off."""
     cell = Cell(layout, "bf16-mixed", "accumulation, short window")
-    wrong = Outcome(expected_weights(cell, accumulate=1))
-    assert weight_error(wrong, Outcome(expected_weights(cell))) > 2 * max(PRECISIONS.values())
+    wrong = expected_weights(cell, accumulate=1)
+    assert weight_error(wrong, expected_weights(cell)) > 2 * max(PRECISIONS.values())
 
 
 def as_markdown(found: dict[Cell, Status]) -> str:

@@ -25,7 +25,6 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import (
     Batch,
-    Outcome,
     TinyDecoder,
     full_weights,
     micro_batches,
@@ -111,10 +110,10 @@ def _train(engine: str, settings: dict[str, Any], module: Any = None) -> tuple[d
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 def test_feature(pool2: RankPool, feature: Feature, engine: str) -> None:
-    expected = Outcome(train_plainly(feature.windows))
+    expected = train_plainly(feature.windows)
     for weights, validated, steps in pool2.run(_train, engine, feature.settings):
         assert steps == len(feature.windows)
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert validated == feature.validated
 
 
@@ -132,9 +131,9 @@ def _profile(engine: str, name: str, folder: str) -> tuple[dict[str, Tensor], st
 @pytest.mark.parametrize("name", first_by_default(PROFILERS))
 def test_profiler(pool2: RankPool, tmp_path: Path, name: str, engine: str) -> None:
     """It finds the strategy's steps, and changes nothing."""
-    expected = Outcome(train_plainly(EPOCH))
+    expected = train_plainly(EPOCH)
     for weights, summary in pool2.run(_profile, engine, name, str(tmp_path)):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert "[Strategy]AutomodelStrategy" in summary
 
 
