@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.processes import fresh_environment
 from tests.second_device import build
@@ -38,39 +35,6 @@ def test_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert idle_times(events) == {"span": 10.0, "idle": 3.0, "gaps": [(2.0, "late"), (1.0, "last")]}
     assert idle_times([]) == {"span": 0.0, "idle": 0, "gaps": []}
-
-
-def test_annotations_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range around two operators and a pause: the pause is idle."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from gpu import busy_times, idle_times
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("a whole unit"):
-        torch.ones(2).sum()
-        time.sleep(0.05)
-        torch.ones(2).prod()
-    found = busy_times(profiled, DeviceType.CPU)
-    assert "a whole unit" in {event.name for event in profiled.events()}
-    assert "a whole unit" not in {name for _, _, name in found}
-    assert idle_times(found)["idle"] > 40_000  # microseconds
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("Tesla V100-SXM2-16GB", 0),  # has no bfloat16
-    ],
-)
-def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, peak: int) -> None:
-    """Each card's own, and none for one that is not known."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from single_gpu import known_peak
-
-    assert known_peak(name) == peak
 
 
 SHARE = 0.9  # of a card's memory that tensors may take: contexts, kernels and the allocator have the rest

@@ -30,17 +30,10 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
     ("options", "message"),
     [
         ({"data_parallel": "fsdp"}, "data_parallel must be one of 'fsdp2', 'ddp', got 'fsdp'."),
-        (
-            {"reshard_during_accumulation": 1},
-            "reshard_during_accumulation must be one of True, False, 'auto', got 1.",
-        ),
         ({"data_parallel_size": "two"}, f"data_parallel_size {SIZE} 'two'."),
-        ({"data_parallel_size": True}, f"data_parallel_size {SIZE} True."),
-        ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
         ({"prefetch": -1}, "prefetch must be an integer of at least 0 or 'auto', got -1."),
         ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
-        ({"per_token_loss": 1}, "per_token_loss must be one of True, False, got 1."),
         ({"reshard_after_forward": 1}, f"{RESHARD} 1."),
         (
             {"timeout": 0},
@@ -64,10 +57,8 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"compile": "yes"}, "compile must be bool or dict, got 'yes'."),
         ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
         ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
-        ({"auto_wrap_policy": {int}}, f"{POLICY} {{<class 'int'>}}."),
         ({"activation_checkpointing": "all"}, f"{RECOMPUTED} 'all'."),
         ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
-        ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
     ],
 )
 def test_wrong_types(options: dict[str, Any], message: str) -> None:
@@ -141,11 +132,9 @@ def _resolve(**sizes: Any) -> MeshSizes:
         ("fsdp2", "auto", 1, 1, 8, 2, MeshSizes(replicate=1, shard=8)),
         ("fsdp2", 8, 2, 1, 8, 1, MeshSizes(replicate=2, shard=4)),
         ("fsdp2", "auto", "auto", 1, 8, 2, MeshSizes(replicate=2, shard=4)),
-        ("fsdp2", "auto", 8, 1, 8, 1, MeshSizes(replicate=8, shard=1)),
         ("fsdp2", "auto", "auto", 1, 1, 1, MeshSizes(replicate=1, shard=1)),
         ("fsdp2", "auto", 1, 2, 8, 1, MeshSizes(replicate=1, shard=4, tensor=2)),
         ("fsdp2", 4, "auto", 2, 8, 2, MeshSizes(replicate=2, shard=2, tensor=2)),
-        ("fsdp2", "auto", 1, 8, 8, 1, MeshSizes(replicate=1, shard=1, tensor=8)),
         ("ddp", "auto", 1, 1, 4, 2, MeshSizes(replicate=4, shard=1)),
     ],
 )
@@ -173,13 +162,6 @@ def test_sizes(
             1,
             "data_parallel_size=3 times tensor_parallel_size=1 times context_parallel_size=1"
             " does not match the world size 4: start 3 processes, or pass",
-        ),
-        (
-            4,
-            2,
-            "data_parallel_size=4 times tensor_parallel_size=2 times context_parallel_size=1"
-            " does not match the world size 4: start 8"
-            " processes, or pass",
         ),
         (
             "auto",

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes import PORTS, forked, free_port
 from tests.rank_pool import RankError, RankPool
 
 
@@ -45,10 +40,6 @@ def fail_on_rank_1_while_rank_0_waits() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no labels here")
     dist.barrier()
-
-
-def return_a_lock_on_rank_0() -> object:
-    return threading.Lock() if dist.get_rank() == 0 else None
 
 
 def destroy_group() -> None:
@@ -85,11 +76,6 @@ def test_results_come_back_in_the_order_of_the_ranks(pool2: RankPool) -> None:
     torch.testing.assert_close((tensor0, tensor1), (torch.full((2,), 2.0), torch.full((2,), 2.0)))
 
 
-def test_four_ranks(pool4: RankPool) -> None:
-    """The larger pool is one process group of four."""
-    assert pool4.run(sum_of_ranks, offset=0) == [6.0] * 4
-
-
 def test_calls_do_not_see_each_other(pool2: RankPool) -> None:
     """Environment, folder, default dtype and random state are the same before every call."""
     before = pool2.run(look_around)
@@ -109,13 +95,6 @@ def test_failing_rank_is_named_and_frees_its_peer(pool2: RankPool) -> None:
     assert 'raise ValueError("no labels here")' in caught.value.failures[1]
     assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
     assert pool2.process_ids == process_ids
-
-
-def test_unpicklable_result_is_the_error_of_its_rank(pool2: RankPool) -> None:
-    """A result that cannot travel is reported like any exception of that rank."""
-    with pytest.raises(RankError, match="cannot pickle") as caught:
-        pool2.run(return_a_lock_on_rank_0)
-    assert list(caught.value.failures) == [0]
 
 
 @pytest.mark.parametrize(("leave", "result"), [(destroy_group, None), (join_through_environment, 2)])
@@ -143,25 +122,3 @@ def test_hang_and_death_stop_the_pool_and_the_next_call_restarts_it() -> None:
     assert list(caught.value.failures) == [0]
     assert_gone(process_ids)
     assert pool.process_ids == []
-
-
-def _status_of_a_process(_: int) -> int | None:
-    process = forked().Process(target=sys.exit, args=(3,))
-    process.start()
-    process.join()
-    return process.exitcode
-
-
-def test_threads_may_start_processes_together() -> None:
-    """Python's own reader of exit statuses says 255 to one of two threads."""
-    with ThreadPoolExecutor(max_workers=4) as executor:
-        assert set(executor.map(_status_of_a_process, range(60))) == {3}
-
-
-def test_free_ports_are_chosen_once_and_never_given_to_a_connection() -> None:
-    ports = [free_port() for _ in range(100)]
-    assert len(set(ports)) == 100
-    assert set(ports) <= set(PORTS)
-    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if ephemeral.exists():
-        assert max(PORTS) < int(ephemeral.read_text().split()[0])

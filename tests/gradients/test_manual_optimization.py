@@ -1,6 +1,6 @@
-"""Manual optimization: where the count comes from, clipping by hand, roots that a backward leaves out.
+"""Manual optimization: several backwards of one batch, and roots that a backward leaves out.
 
-What else users write stands in `test_final_gradients.py`.
+What else users write stands in `test_final_gradients.py`; clipping and counts by hand are drawn by `tests/search`.
 """
 
 from __future__ import annotations
@@ -27,76 +27,25 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.runs import (
     CASE,
-    STRATEGIES,
     TOLERANCE,
-    LabelledModule,
+    ManualModule,
     loader,
     make_trainer,
     train_plainly,
 )
 
-CLIP = 0.1
 TWO_ROWS = replace(CASE, ragged=False)
-ENGINES = {name: STRATEGIES[name] for name in ("resharded", "undeferred", "ddp")}
-
-
-class ManualModule(LabelledModule):
-    """Accumulates by itself over `accumulate` micro-batches."""
-
-    def __init__(self, accumulate: int = 1, clip: str = "none", tell: bool = True) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.accumulate = accumulate
-        self.clip = clip
-        self.tell = tell
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        last = (batch_idx + 1) % self.accumulate == 0
-        kwargs = {"num_label_tokens": int((batch["labels"] != -100).sum())} if self.tell else {}
-        with optimizer.toggle_model(sync_grad=last):
-            self.manual_backward(self(batch), **kwargs)
-        if not last:
-            return
-        if self.clip == "strategy":
-            self.norm = self.trainer.strategy.clip_gradients(optimizer, CLIP)
-        elif self.clip == "module":
-            self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _fit(options: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
-    module = ManualModule(**kwargs)
-    strategy = AutomodelStrategy(**options)
-    make_trainer(strategy).fit(module, loader())
-    if kwargs.get("clip") == "strategy":
-        assert torch.equal(module.norm, strategy.last_step.grad_norm)
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("clip", ["strategy", "module"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_clipping(pool2: RankPool, accumulate: int, clip: str, options: dict[str, Any]) -> None:
-    """Weights equal those of the plain loop over the same windows, clipped by hand in both ways."""
-    windows = [list(range(start, start + accumulate)) for start in range(0, 8, accumulate)]
-    expected = train_plainly(windows, clip_norm=CLIP)
-    assert_exact(pool2.run(_fit, options, accumulate=accumulate, clip=clip), expected)
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_count_from_the_batch(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Without `num_label_tokens`, the labels of the batch that the step works on are counted."""
-    expected = train_plainly([[index] for index in range(8)])
-    assert_exact(pool2.run(_fit, options, tell=False), expected)
 
 
 AGAIN = "manual_backward is called again for the same batch, and each loss weighs by all {} of that batch."
 
 
 class Chunks(ManualModule):
-    """One backward for each row."""
+    """One backward for each row, told its count or not."""
+
+    def __init__(self, tell: bool) -> None:
+        super().__init__()
+        self.tell = tell
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -111,7 +60,7 @@ class Chunks(ManualModule):
 
 
 def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
-    module = Chunks(tell=tell)
+    module = Chunks(tell)
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -170,6 +170,7 @@ def draw_case(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Case:
         # Drawn apart, so that a number has the same other traits with and without these.
         fits=_fits(random.Random(f"{seed}-{number}-fits")),
         experts=_experts(random.Random(f"{seed}-{number}-experts"), EXPERTS in kinds),
+        manual_clip=random.Random(f"{seed}-{number}-clip").choice([None, "strategy", "self", "torch"]),
         **draw_kinds(
             random.Random(f"{seed}-{number}-kinds"), tuple(kind for kind in kinds if kind != EXPERTS)
         ),

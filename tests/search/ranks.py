@@ -266,13 +266,12 @@ class Searched(LightningModule):
     def _clip(self, optimizer: Any) -> None:
         kind = self.case.manual_clip
         if kind == "strategy":
-            self.trainer.strategy.clip_gradients(optimizer, CLIP_NORM)
+            self.norms.append(float(self.trainer.strategy.clip_gradients(optimizer, CLIP_NORM)))
         elif kind == "self":
             self.clip_gradients(optimizer, gradient_clip_val=CLIP_NORM, gradient_clip_algorithm="norm")
         elif kind == "torch":
-            nn.utils.clip_grad_norm_(
-                [p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM
-            )
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.norms.append(float(full(nn.utils.clip_grad_norm_(parameters, CLIP_NORM))))
 
     def _step(self, optimizer: Any) -> None:
         self._clip(optimizer)

@@ -388,7 +388,9 @@ class Reference:
     def _manual_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.case.manual_clip is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+            clipped = nn.utils.clip_grad_norm_(parameters, CLIP_NORM).item()
+            if self.case.manual_clip != "self":  # which returns nothing
+                self.norms.append(clipped)
         self._step(optimizer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,15 +41,6 @@ def _event() -> torch.Event:
     return torch.accelerator.current_stream(HERE).record_event()
 
 
-def an_event_waits_for_what_came_before_it() -> None:
-    """Not for a later copy."""
-    event = _event()
-    pinned = torch.zeros(4, pin_memory=True)
-    pinned.copy_(torch.ones(4, device=HERE), non_blocking=True)
-    event.synchronize()
-    assert pinned.isnan().all()
-
-
 def streams_wait_for_each_other() -> None:
     """Or reading what the other writes raises; a copy back reads what has not arrived yet."""
     tensor = torch.ones(4, device=HERE)
@@ -64,23 +54,6 @@ def streams_wait_for_each_other() -> None:
     assert pinned.to(HERE, non_blocking=True).isnan().all()
     torch.accelerator.current_stream().wait_stream(side)
     assert pinned.to(HERE, non_blocking=True).tolist() == [1.0] * 4
-
-
-def memory_that_a_copy_reads_must_live() -> None:
-    """Freed before the other stream has copied it, and used again, it holds anything, unless that was recorded."""
-    for recorded, reused in itertools.product((False, True), repeat=2):
-        tensor = torch.ones(4, device=HERE)
-        side = torch.Stream(HERE)
-        pinned = torch.zeros(4, pin_memory=True)
-        side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            pinned.copy_(tensor, non_blocking=True)
-        if recorded:
-            tensor.record_stream(side)
-        del tensor
-        _ = torch.ones(4, device=HERE) if reused else None
-        side.synchronize()
-        assert pinned.isnan().all() == (reused and not recorded)
 
 
 def waits_are_told() -> None:
@@ -129,39 +102,6 @@ def devices_are_told_apart() -> None:
     torch.accelerator.set_device_index(0)
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(2, device=HERE, generator=torch.Generator())
-
-
-def float64_can_be_refused() -> None:
-    """As some accelerators do."""
-    device.extension.refuse_float64(True)
-    try:
-        with pytest.raises(TypeError, match="no float64"):
-            torch.ones(2, dtype=torch.float64, device=HERE)
-        with pytest.raises(TypeError, match="no float64"):
-            torch.ones(2, device=HERE).double()
-    finally:
-        device.extension.refuse_float64(False)
-
-
-def sizes_and_storages_follow() -> None:
-    """What a kernel resizes, moves or shares on the host is so on the device."""
-    out = torch.empty(0, device=HERE)
-    torch.add(torch.arange(4.0, device=HERE), 1, out=out)
-    assert out.tolist() == [1, 2, 3, 4]
-    longer = torch.arange(2.0, device=HERE)
-    view = longer[:1]
-    longer.resize_(5)[2:] = 7.0
-    view.fill_(9.0)
-    assert longer.tolist() == [9, 1, 7, 7, 7]
-    shared = torch.empty(0, device=HERE).set_(longer.untyped_storage(), 1, (2, 2), (1, 2))
-    shared.t_().add_(1)
-    assert longer.tolist() == [9, 2, 8, 8, 8]
-    longer.untyped_storage().resize_(0)
-    assert shared.untyped_storage().nbytes() == 0
-    assert torch.zeros(0, 3, device=HERE).sum(0).tolist() == [0, 0, 0]
-    convolution = torch.nn.Conv2d(1, 2, 3).to(HERE)
-    convolution(torch.ones(1, 1, 4, 4, device=HERE)).sum().backward()
-    assert convolution.bias.grad.tolist() == [4.0, 4.0]
 
 
 def random_numbers_are_its_own() -> None:

@@ -41,7 +41,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("NUM_DEVICES") = kNumDevices;
   m.def("set_on_wait", [](py::object callback) { *on_wait = std::move(callback); });
   m.def("set_on_kernel", &set_on_kernel);
-  m.def("refuse_float64", &refuse_float64);
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int index) { set_device(static_cast<c10::DeviceIndex>(index)); });
   m.def("synchronize", [](int index) { wait_for_device("device.synchronize", static_cast<c10::DeviceIndex>(index)); });

@@ -80,7 +80,6 @@ void tell_kernels(const std::string& name, c10::ArrayRef<c10::IValue> arguments)
 
 // The same memory as a CPU tensor.
 at::Tensor on_host(const at::Tensor& tensor);
-void refuse_float64(bool refuse);
 
 void register_hooks();
 

@@ -72,19 +72,6 @@ def collectives_are_queued() -> None:
         assert tensor.tolist() == [2.0] * 4
 
 
-def late_copies_wait_before_they_read() -> None:
-    """A copy behind a collective brings its result."""
-    dist.barrier()
-    tensor = _ones()
-    pinned = torch.zeros(4, pin_memory=True)
-    if dist.get_rank() == 1:
-        time.sleep(LATE_S)
-    dist.all_reduce(tensor)
-    pinned.copy_(tensor, non_blocking=True)
-    torch.accelerator.synchronize()
-    assert pinned.tolist() == [2.0] * 4
-
-
 def reads_must_wait() -> None:
     """A stream that has not waited for a collective cannot read its result, only view it."""
     tensor = _ones()
@@ -96,14 +83,6 @@ def reads_must_wait() -> None:
     assert (halves + 1).sum().item() == 12.0
     gathered = functional.all_gather_single(tensor, 0, dist.group.WORLD)
     assert gathered.view(2, 4).sum().item() == 16.0
-
-
-def inference_mode_is_the_callers() -> None:
-    """Its tensors must not be written outside of it, which the thread that does the work would be."""
-    with torch.inference_mode():
-        tensor = _ones()
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [2.0] * 4
 
 
 def groups_connect_on_the_host() -> None:
@@ -162,28 +141,3 @@ def shutdown_waits_for_the_others() -> None:
     else:
         leaving.join(30)
         assert not leaving.is_alive()
-
-
-def what_is_queued_is_counted() -> None:
-    """By the backend; the group raises on a backend that torch does not know."""
-    group, backend = _connected()
-    assert backend._get_sequence_number_for_group() == 1
-    dist.all_reduce(_ones(), group=group)
-    assert backend._get_sequence_number_for_group() == 2
-    dist.destroy_process_group(group)
-
-
-def destructors_abort() -> None:
-    """A backend that nobody refers to ends its threads, though the other rank still has it."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    made = device._make_backend(
-        dist.PrefixStore("destructor", store), dist.get_rank(), 2, datetime.timedelta(0, 60)
-    )
-    made.eager_connect_single_device(_here())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with _seconds() as passed:
-            del made
-            assert passed() < LATE_S
-    dist.barrier()

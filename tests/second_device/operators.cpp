@@ -15,7 +15,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <unordered_map>
 
 using at::Tensor;
@@ -23,12 +22,6 @@ using at::Tensor;
 namespace second_device {
 
 namespace {
-
-std::atomic<bool> refuses_float64{false};
-
-void check_dtype(c10::ScalarType dtype) {
-  TORCH_CHECK_TYPE(!refuses_float64 || dtype != c10::kDouble, "this device has no float64");
-}
 
 // The kernels call operators on CPU tensors, with what is still to come of this call's dispatch: no autograd, no casts.
 struct HostOperators {
@@ -203,7 +196,6 @@ struct HostCall {
     TORCH_CHECK_NOT_IMPLEMENTED(
         tensor.layout() == c10::kStrided && !tensor.is_quantized() && !tensor._is_zerotensor(), name,
         " has a result that is not dense");
-    check_dtype(tensor.scalar_type());
     for (auto& [host, here] : pairs) {
       if (host.storage().is_alias_of(tensor.storage())) return view_like(tensor, here);
     }
@@ -288,7 +280,6 @@ Tensor empty_memory_format(
     c10::SymIntArrayRef sizes, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
     std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   DeviceScope scope(device.value_or(c10::Device(kDevice)));
-  check_dtype(c10::dtype_or_default(dtype));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   auto shape = C10_AS_INTARRAYREF_SLOW(sizes);
   return at::detail::empty_generic(shape, allocator(), keys, c10::dtype_or_default(dtype), format);
@@ -298,7 +289,6 @@ Tensor empty_strided(
     c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<c10::ScalarType> dtype,
     std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   DeviceScope scope(device.value_or(c10::Device(kDevice)));
-  check_dtype(c10::dtype_or_default(dtype));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), allocator(), keys,
@@ -395,7 +385,5 @@ Tensor on_host(const Tensor& tensor) {
   if (!is_here(tensor)) return tensor;
   return tensor_like(tensor, host_storage(tensor.storage()), c10::DispatchKey::CPU);
 }
-
-void refuse_float64(bool refuse) { refuses_float64 = refuse; }
 
 }  // namespace second_device

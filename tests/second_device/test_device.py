@@ -9,13 +9,9 @@ from tests.rank_pool import RankPool
 
 NAMES = [
     "copies_arrive_late",
-    "an_event_waits_for_what_came_before_it",
     "streams_wait_for_each_other",
-    "memory_that_a_copy_reads_must_live",
     "waits_are_told",
     "devices_are_told_apart",
-    "float64_can_be_refused",
-    "sizes_and_storages_follow",
     "random_numbers_are_its_own",
     "activations_leave_and_come_back",
     "negative_counts_do_not_get_lost",
@@ -33,5 +29,5 @@ def _call(name: str) -> None:
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 def test_behaviour(pool2: RankPool, name: str) -> None:
-    """Late copies, streams, waits told by their line, devices told apart, float64 refused, sizes, random numbers."""
+    """Late copies, streams, waits told by their line, devices told apart, random numbers."""
     pool2.run(_call, name)

@@ -26,14 +26,10 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 TIMEOUT_S = 1.5
 NAMES = [
     "collectives_are_queued",
-    "late_copies_wait_before_they_read",
     "reads_must_wait",
-    "inference_mode_is_the_callers",
     "groups_connect_on_the_host",
     "mismatches_hang_until_the_abort",
     "shutdown_waits_for_the_others",
-    "what_is_queued_is_counted",
-    "destructors_abort",
 ]
 
 
