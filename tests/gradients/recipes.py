@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.trainer.cases import Case
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, TinyDecoder, full_weights, micro_batches
@@ -43,7 +42,6 @@ class Recipe(LightningModule):
         self.automatic_optimization = False
         self.left = TinyDecoder(1).double()
         self.right = TinyDecoder(2).double()
-        self.noted: list[float] = []
 
     def losses(self, batches: list[Batch], sign: float) -> list[Tensor]:
         """Sum of token losses of each batch."""
@@ -73,17 +71,6 @@ class Recipe(LightningModule):
         return made if self.two_optimizers else made[0]
 
 
-class SynchronisedEachTime(Recipe):
-    """K backwards of `loss / K`, each of which synchronises: windows add."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.backward_on(batch, scale=0.5)
-        if batch_idx % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class EndedUntoggled(Recipe):
     """A window that a backward outside of any toggle ends."""
 
@@ -110,18 +97,6 @@ class NamedOptimizers(Recipe):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-class ClippedByTorch(Recipe):
-    """`torch.nn.utils.clip_grad_norm_` on the gradients that a user finds."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.backward_on(batch)
-        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        self.noted.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        optimizer.step()
 
 
 class SharpnessAware(Recipe):
@@ -216,10 +191,8 @@ class AdversarialEachTime(Recipe):
 RECIPES = {
     recipe.__name__: recipe
     for recipe in (
-        SynchronisedEachTime,
         EndedUntoggled,
         NamedOptimizers,
-        ClippedByTorch,
         SharpnessAware,
         NeverZeroed,
         AddedInBetween,
@@ -253,8 +226,8 @@ class _PlainOptimizer:
         self.module.plain_sync = True
 
 
-def run_plainly(recipe: type[Recipe], num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights, and what the recipe has noted, of one process that has every rank's data."""
+def run_plainly(recipe: type[Recipe], num_ranks: int) -> dict[str, Tensor]:
+    """Weights of one process that has every rank's data."""
 
     class Plain(recipe):  # type: ignore[valid-type,misc]
         plain_toggled: _PlainOptimizer | None = None
@@ -292,4 +265,4 @@ def run_plainly(recipe: type[Recipe], num_ranks: int) -> tuple[dict[str, Tensor]
     ]
     for index, batches in enumerate(zip(*micro_batches(case(num_ranks)), strict=True)):
         module.training_step(list(batches), index)
-    return full_weights(module), module.noted
+    return full_weights(module)
