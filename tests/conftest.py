@@ -21,6 +21,27 @@ from tests.processes import start_importing
 from tests.rank_pool import RankPool
 from tests.second_device import build
 
+SLOW = (
+    "callbacks/test_exactness_check.py",
+    "failure/test_faults.py",
+    "sharding/test_user_code.py",
+    "checkpoint/test_saving.py",
+    "search/test_search.py",
+    "checkpoint/test_other_code.py",
+    "tests/test_examples.py",
+    "resume/test_dataloaders.py",
+    "gradients/test_whole_tensors.py",
+    "failure/test_races.py",
+    "gradients/test_final_gradients.py",
+    "checkpoint/test_remote.py",
+    "sharding/test_activation_checkpointing.py",
+    "failure/test_debugging_aids.py",
+    "internals/test_nothing_replaced.py",
+    "checkpoint/test_states.py",
+)
+"""Run first, so that no worker is left with one of them at the end. Every second one mostly waits, beside one that
+computes."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tables be written by the runs that measure them."""
@@ -33,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave all sets of parameters but the first to the sweep, unless a mark of the test asks for more."""
+    rank = {name: number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), len(SLOW)))
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_ranks = {"pool1", "pool2", "pool4"} & set(getattr(item, "fixturenames", ()))
@@ -52,6 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do."""
     torch.set_num_threads(1)
+    config.option.loadscopereorder = False  # xdist's, by which files with most tests run first
     if not config.option.collectonly:
         start_importing()
 
