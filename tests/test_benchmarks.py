@@ -21,22 +21,6 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def test_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events that overlap or touch leave no gap; the longest gaps are named by what they wait for."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from gpu import idle_times
-
-    events = [
-        (0.0, 4.0, "first"),
-        (1.0, 2.0, "inside"),
-        (4.0, 5.0, "next"),
-        (7.0, 8.0, "late"),
-        (9.0, 10.0, "last"),
-    ]
-    assert idle_times(events) == {"span": 10.0, "idle": 3.0, "gaps": [(2.0, "late"), (1.0, "last")]}
-    assert idle_times([]) == {"span": 0.0, "idle": 0, "gaps": []}
-
-
 SHARE = 0.9  # of a card's memory that tensors may take: contexts, kernels and the allocator have the rest
 
 

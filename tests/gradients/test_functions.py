@@ -97,14 +97,9 @@ def _flags_around(
 @pytest.mark.parametrize(
     ("layout", "is_optim_step", "defer", "within"),
     [
-        ("one_root", False, True, [False, False, False]),
         ("nested", False, False, 3 * [True, True, False]),
-        ("nested", True, True, 3 * [True, True, False]),
         ("several_roots", False, True, 4 * [False, False, False]),
-        ("several_roots", False, "all_reduce", 4 * [True, False, False]),
-        ("nested", True, "all_reduce", 3 * [True, True, False]),
         ("ddp", False, True, [False]),
-        ("ddp", False, False, [False]),
         ("ddp", True, True, [True]),
         # Replicas scatter each time, parameters without a gradient included.
         ("hybrid", False, True, 3 * [False, False, False]),

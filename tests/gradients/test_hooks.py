@@ -29,7 +29,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 WITHOUT_GAPS = replace(CASE, gap="none")
@@ -454,3 +454,32 @@ def test_logged_means_weigh_batch_sizes(pool2: RankPool, options: dict[str, Any]
         assert logged == pytest.approx(
             {"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1}
         )
+
+
+class LogsNorms(ModelModule):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grad = next(iter(self.model.parameters())).grad
+        assert grad is not None
+        norm = grad.norm()
+        self.log("norm", norm)
+        self.log("mean_norm", norm, sync_dist=True)
+        self.log_dict({"summed": norm, "other": 1.0}, sync_dist=True, reduce_fx="sum")
+        self.reduced = self.trainer.strategy.reduce(norm, reduce_op="sum")
+        self.norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def _log(options: dict[str, Any]) -> tuple[dict[str, float], float, float]:
+    module = LogsNorms(decoder())
+    trainer = make_trainer(AutomodelStrategy(**options), max_steps=1)
+    trainer.fit(module, loader())
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return metrics, module.reduced.item(), module.norm
+
+
+@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
+def test_logged_reductions_are_of_all_shards(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Reductions of FSDP2 gradients are those of the whole gradient, on every rank."""
+    for metrics, reduced, norm in pool2.run(_log, options):
+        assert norm > 0
+        assert (metrics["norm"], metrics["mean_norm"]) == (pytest.approx(norm), pytest.approx(norm))
+        assert (metrics["summed"], reduced) == (pytest.approx(2 * norm), pytest.approx(2 * norm))

@@ -53,7 +53,9 @@ class Evaluates(ModelModule):
         self.losses["validate"].append(float(mean_loss(self.model, batch, "sum")))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.losses["test"].append(float(mean_loss(self.model, batch, "sum")))
+        """With gradients, as saliency maps and attacks ask for them: no backward comes that would free a unit."""
+        with torch.enable_grad():
+            self.losses["test"].append(float(mean_loss(self.model, batch, "sum")))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.model(batch["input_ids"])
@@ -118,43 +120,6 @@ def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> N
         assert relative_error(sampled, logits[1][0][0]) <= TOLERANCE
         for found, right in zip(weights, expected, strict=True):
             assert weight_error(found, right) <= TOLERANCE
-
-
-class EvaluatesWithGradients(Evaluates):
-    """Asks for gradients in validation, as saliency maps and attacks do."""
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        with torch.enable_grad():
-            super().validation_step(batch, batch_idx)
-
-
-def _validate_with_gradients(
-    options: dict[str, Any], inference_mode: bool
-) -> tuple[dict[str, Tensor], list[float]]:
-    module = EvaluatesWithGradients(decoder())
-    trainer = make_trainer(
-        AutomodelStrategy(**options),
-        accumulate_grad_batches=ACCUMULATE,
-        val_check_interval=2,
-        inference_mode=inference_mode,
-    )
-    trainer.fit(module, loader(), loader())
-    return full_weights(module.model), module.losses["validate"][-8:]
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
-def test_validation_that_enables_gradients(
-    pool2: RankPool, options: dict[str, Any], inference_mode: bool
-) -> None:
-    """A forward for which no backward comes leaves nothing gathered that training would use."""
-    model = decoder()
-    expected = plain_weights(model, ACCUMULATE)
-    losses_at_end = plain_losses(model)
-    found = pool2.run(_validate_with_gradients, options, inference_mode)
-    for rank, (weights, losses) in enumerate(found):
-        assert weight_error(weights, expected) <= TOLERANCE
-        assert_losses(losses, losses_at_end[rank])
 
 
 def _threads_after_more_fits() -> tuple[int, int]:

@@ -14,12 +14,15 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Block, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import PLAN, Block, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
 from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer, mean_loss
 
@@ -304,3 +307,54 @@ def test_sizes_that_do_not_fit_raise(pool2: RankPool) -> None:
     for message in pool2.run(_error_of_sizes, {"data_parallel_size": 3}):
         assert "world size 2" in message
         assert "start 3 processes" in message
+
+
+# --- Meshes that the caller builds
+
+
+class OwnNames(ModelModule):
+    """Applies its plan over the dimension as the caller called it."""
+
+    def configure_model(self) -> None:
+        if "tp" in (self.device_mesh.mesh_dim_names or ()):
+            parallelize_module(self.model, self.device_mesh["tp"], PLAN)
+
+
+CALLERS: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], dict[str, int]]] = {
+    "unnamed": ((4,), None, {}, {"data_parallel": 4}),
+    "hsdp": (
+        (2, 2),
+        ("dp_replicate", "dp_shard"),
+        {"defer_fsdp_grad_sync": "all_reduce"},
+        {"dp_shard": 2},
+    ),
+    "tensor_parallel": ((2, 2), ("dp", "tp"), {}, {"dp": 2, "tp": 2, "data_parallel": 2}),
+    "ddp": ((2, 2), ("replicate", "shard"), {"data_parallel": "ddp"}, {"data_parallel": 4}),
+}
+
+
+def _fit_over(shape: tuple[int, ...], names: Any, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Train over a mesh of this shape; twice, as meshes of the caller's outlive a fit."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    has_peers = names == ("dp", "tp")
+    batches = (
+        micro_batches(CASE2)[dist.get_rank() // 2] if has_peers else micro_batches(CASE4)[dist.get_rank()]
+    )
+    for _ in range(2):
+        module = OwnNames(decoder())
+        strategy = AutomodelStrategy(device_mesh=mesh, **options)
+        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        assert strategy.device_mesh is mesh
+    return full_weights(module.model), strategy.describe()["mesh"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("mesh", by_default(CALLERS, "hsdp", "tensor_parallel"))
+def test_meshes_of_the_caller(pool4: RankPool, mesh: tuple[Any, ...]) -> None:
+    """The module sees the caller's own."""
+    *arguments, sizes = mesh
+    expected = plain_weights(decoder(), ACCUMULATE, CASE2 if arguments[1] == ("dp", "tp") else CASE4)
+    for weights, described in pool4.run(_fit_over, *arguments):
+        assert deviation(weights, expected) <= TOLERANCE
+        assert sizes.items() <= described.items()

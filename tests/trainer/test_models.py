@@ -13,13 +13,10 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
-    VOCABULARY,
     WIDTH,
-    Block,
     TinyDecoder,
     assert_exact,
     full_weights,
-    weight_error,
 )
 from tests.trainer.plain import (
     ModelModule,
@@ -29,7 +26,7 @@ from tests.trainer.plain import (
     plain_weights,
     prefixed,
 )
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, by_default, loader, make_trainer
 
 ACCUMULATE = 3
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
@@ -107,33 +104,6 @@ def test_step_that_calls_what_it_likes(pool2: RankPool, options: dict[str, Any])
     """A training step needs no forward of the module."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
     assert_exact(pool2.run(fit_model, filled_decoder, options, CallsParts), expected)
-
-
-def _units_of_policy(policy: str) -> tuple[dict[str, Tensor], list[str]]:
-    policies = {"set": {nn.Linear}, "predicate": _is_block_or_head}
-    module = ModelModule(filled_decoder())
-    strategy = AutomodelStrategy(auto_wrap_policy=policies[policy])
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return full_weights(module), strategy.describe()["units"]
-
-
-def _is_block_or_head(module: nn.Module) -> bool:
-    return isinstance(module, Block) or (isinstance(module, nn.Linear) and module.out_features == VOCABULARY)
-
-
-@pytest.mark.parametrize(
-    ("policy", "units"),
-    [
-        ("set", [*(f"model.blocks.{i}.linear (Linear)" for i in range(3)), "model.head (Linear)"]),
-        ("predicate", [*(f"model.blocks.{i} (Block)" for i in range(3)), "model.head (Linear)"]),
-    ],
-)
-def test_auto_wrap_policy(pool2: RankPool, policy: str, units: list[str]) -> None:
-    """Classes and predicates decide on the units, and change nothing else."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    for weights, found in pool2.run(_units_of_policy, policy):
-        assert found == units
-        assert weight_error(weights, expected) <= TOLERANCE
 
 
 class SkipsABlock(TinyDecoder):

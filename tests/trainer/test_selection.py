@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import TinyDecoder, full_weights, weight_error
 from tests.trainer.plain import plain_weights, prefixed
-from tests.trainer.precisions import WideLossModule, decoder, loop
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader
 
 ACCUMULATE = 3
@@ -51,13 +49,16 @@ EVERY_OPTION = """
       reshard_during_accumulation: auto
       auto_wrap_policy: null
       reshard_after_forward: true
-      mp_policy: {cast_forward_inputs: false}
+      mp_policy:
+        param_dtype: torch.float64
+        reduce_dtype: torch.float64
+        cast_forward_inputs: false
       cpu_offload: false
       activation_checkpointing: [tests.trainer.exactness.Block, torch.nn.LayerNorm]
       track_grad_norm: true
       error_if_nonfinite: true
       process_group_backend: gloo
-      timeout: 0.5
+      timeout: '0:02:00'
 """
 
 
@@ -76,40 +77,12 @@ def _fit_from_yaml(make: type, text: str, folder: str) -> tuple[dict[str, Tensor
 
 
 def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
-    """Every option is read, and trained with exactly."""
+    """Every option is read, dtypes by their names, and trained with exactly."""
     expected = prefixed(plain_weights(TinyDecoder(CASE.seed).double(), ACCUMULATE))
     for weights, described in pool2.run(_fit_from_yaml, FromCommandLine, EVERY_OPTION, str(tmp_path)):
-        assert described["options"]["timeout"] == 0.5
+        assert described["options"]["timeout"] == timedelta(minutes=2)
+        assert described["precision"]["reduction"] == "torch.float64"
         assert described["mesh"].items() >= {"data_parallel_replicate": 2, "data_parallel_shard": 1}.items()
         recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
         assert described["activation_checkpointing"] == recomputed
         assert weight_error(weights, expected) <= TOLERANCE
-
-
-MIXED = """
-  precision: bf16-mixed
-  strategy:
-    class_path: lightning_automodel.AutomodelStrategy
-    init_args:
-      timeout: '0:02:00'
-      mp_policy:
-        param_dtype: torch.bfloat16
-        reduce_dtype: torch.float32
-        output_dtype: torch.float32
-"""
-
-
-class Half(WideLossModule):
-    def __init__(self) -> None:
-        super().__init__(decoder())
-
-    def train_dataloader(self) -> Any:
-        return loader()
-
-
-def test_policy_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
-    """Its dtypes by name."""
-    for weights, described in pool2.run(_fit_from_yaml, Half, MIXED, str(tmp_path)):
-        assert described["options"]["timeout"] == timedelta(minutes=2)
-        assert described["precision"]["computation"].startswith("torch.bfloat16")
-        assert weight_error(weights, loop("bf16-mixed", "fsdp2")) <= 16 * torch.finfo(torch.float32).eps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -115,26 +113,6 @@ def test_feature(pool2: RankPool, feature: Feature, engine: str) -> None:
         assert steps == len(feature.windows)
         assert weight_error(weights, expected) <= TOLERANCE
         assert validated == feature.validated
-
-
-PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
-
-
-def _profile(engine: str, name: str, folder: str) -> tuple[dict[str, Tensor], str]:
-    rank = dist.get_rank()
-    profiler = PROFILERS[name](dirpath=f"{folder}/{rank}", filename="profile")
-    weights, _, _ = _train(engine, {"profiler": profiler})
-    return weights, "".join(path.read_text() for path in Path(folder, str(rank)).glob("*.txt"))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", first_by_default(PROFILERS))
-def test_profiler(pool2: RankPool, tmp_path: Path, name: str, engine: str) -> None:
-    """It finds the strategy's steps, and changes nothing."""
-    expected = train_plainly(EPOCH)
-    for weights, summary in pool2.run(_profile, engine, name, str(tmp_path)):
-        assert weight_error(weights, expected) <= TOLERANCE
-        assert "[Strategy]AutomodelStrategy" in summary
 
 
 class Measures(ModelModule):
