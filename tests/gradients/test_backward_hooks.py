@@ -11,17 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.gradients.test_foreign_gradients import ACCUMULATE, NUM_BATCHES, Net, batch_of
+from tests.gradients.test_foreign_gradients import ACCUMULATE, Net, Trains, plainly
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, full_weights, weight_error
+from tests.trainer.exactness import full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 NAMED = {
@@ -58,22 +54,10 @@ def attach(net: Net, rule: Rule, how: str) -> None:
         block.register_forward_pre_hook(lambda module, args: args[0].register_hook(rule) and None)
 
 
-class Hooked(LightningModule):
+class Hooked(Trains):
     def __init__(self, rule: Rule, how: str) -> None:
-        super().__init__()
-        self.net = Net()
+        super().__init__("of_inputs", "nowhere")
         attach(self.net, rule, how)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(
-            [batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None
-        )
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -102,17 +86,8 @@ def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[d
     ]
 
 
-def plainly(rule: str, how: str) -> dict[str, Tensor]:
-    net = Net()
-    attach(net, RULES[rule], how)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for start in range(0, NUM_BATCHES, ACCUMULATE):
-        batches = [batch_of(rank, index) for rank in range(2) for index in range(start, start + ACCUMULATE)]
-        inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        optimizer.zero_grad()
-        F.cross_entropy(net(inputs), labels).backward()
-        optimizer.step()
-    return full_weights(net)
+def expected(rule: str, how: str) -> dict[str, Tensor]:
+    return plainly(ACCUMULATE, prepare=lambda net: attach(net, RULES[rule], how))
 
 
 CASES = {
@@ -133,7 +108,7 @@ CASES = {
 def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
     rule, how, options = case
     for weights, said in pool2.run(_fit, rule, how, options, True):
-        assert weight_error(weights, plainly(rule, how)) <= TOLERANCE
+        assert weight_error(weights, expected(rule, how)) <= TOLERANCE
         assert len(said) <= 1
 
 
@@ -142,9 +117,8 @@ def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, d
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
 def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> None:
     """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
-    expected = plainly("halved", how)
     (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
-    assert weight_error(weights, expected) <= TOLERANCE
+    assert weight_error(weights, expected("halved", how)) <= TOLERANCE
     assert said_on_1 == []
     assert len(said) == 1
     assert said[0].startswith(NAMED[how])

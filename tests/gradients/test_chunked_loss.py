@@ -37,7 +37,6 @@ from tests.trainer.exactness import (
     TinyDecoder,
     assert_exact,
     full_weights,
-    micro_batches,
     relative_error,
 )
 from tests.trainer.hugging_face import (
@@ -50,7 +49,7 @@ from tests.trainer.hugging_face import (
     untied_gpt2,
     untied_llama,
 )
-from tests.trainer.plain import differ_by_rank, prefixed, sgd, windows
+from tests.trainer.plain import differ_by_rank, plain_weights, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 CHUNK = 3 * VOCABULARY  # three positions
@@ -384,29 +383,11 @@ def fit_decoder(head: str, options: dict[str, Any], case: Case = CASE) -> dict[s
     return full_weights(module.model)
 
 
-def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
-    """Weights after a plain loop over windows of two micro-batches of all ranks."""
-    model = HEADS[head][0](CASE.seed).double()
-    optimizer = sgd(model)
-    for window in windows(case, 2):
-        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
-        losses, counts = zip(
-            *(
-                of_all_logits(
-                    model(b["input_ids"]),
-                    nn.Identity(),
-                    b["labels"],
-                    weight=CLASS_WEIGHTS,
-                    label_smoothing=0.1,
-                )
-                for b in batches
-            ),
-            strict=True,
-        )
-        optimizer.zero_grad()
-        (sum(losses) / sum(counts)).backward()
-        optimizer.step()
-    return full_weights(model)
+def weighted_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of all logits, with the options of `InChunks`."""
+    logits = model(batch["input_ids"])
+    options = {"weight": CLASS_WEIGHTS, "label_smoothing": 0.1}
+    return of_all_logits(logits, nn.Identity(), batch["labels"], **options)
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
@@ -414,7 +395,8 @@ def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
 @pytest.mark.every_case
 def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
     """One rank has no label in any micro-batch."""
-    expected = plain_decoder(head, CASE)
+    model = HEADS[head][0](CASE.seed).double()
+    expected = plain_weights(model, 2, CASE, sums=weighted_sums)
     assert_exact(pool2.run(fit_decoder, head, options), expected)
 
 

@@ -206,12 +206,15 @@ def plainly(
     num_ranks: int = 2,
     adds: Callable[[Net, Batch], Tensor] | None = None,
     trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
+    prepare: Callable[[Net], Any] = lambda net: None,
 ) -> dict[str, Tensor]:
     """Weights of one process.
 
-    ``adds`` gives [b] a second loss of each row, ``trains`` what the backwards train.
+    ``adds`` gives [b] a second loss of each row, ``trains`` what the backwards train,
+    ``prepare`` changes the network.
     """
     net = Net()
+    prepare(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, NUM_BATCHES, accumulate):
         batches = [

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
-    LEARNING_RATE,
-    MOMENTUM,
     TinyDecoder,
     assert_exact,
     full_weights,
-    micro_batches,
     weight_error,
 )
+from tests.trainer.plain import plain_weights, sgd
 from tests.trainer.runs import (
     CASE,
     TOLERANCE,
@@ -129,23 +127,11 @@ class UsesRightFirst(LightningModule):
             optimizer.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        return sgd(self)
 
 
-def _plain_right_first() -> dict[str, Tensor]:
-    module = UsesRightFirst()
-    optimizer = module.configure_optimizers()
-    by_rank = micro_batches(CASE)
-    for start in range(0, 8, 2):
-        tokens = sum(
-            int((b["labels"] != -100).sum()) for batches in by_rank for b in batches[start : start + 2]
-        )
-        optimizer.zero_grad()
-        for index in (start, start + 1):
-            for batches in by_rank:
-                (module.loss(batches[index], index == start, "sum") / tokens).backward()
-        optimizer.step()
-    return full_weights(module)
+def _right_first_sums(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return module.loss(batch, module.step % 2 == 0, "sum"), (batch["labels"] != -100).sum()
 
 
 def _fit_right_first() -> dict[str, Tensor]:
@@ -156,5 +142,5 @@ def _fit_right_first() -> dict[str, Tensor]:
 
 def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
     """What a root has deferred is reduced at the end of the window, although the last backward does not reach it."""
-    expected = _plain_right_first()
+    expected = plain_weights(UsesRightFirst(), 2, sums=_right_first_sums)
     assert_exact(pool2.run(_fit_right_first), expected)

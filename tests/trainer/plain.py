@@ -58,28 +58,37 @@ class ModelModule(LightningModule):
         return sgd(self)
 
 
+def token_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    """The sum of token losses of a micro-batch, and how many there are."""
+    return mean_loss(model, batch, "sum"), (batch["labels"] != -100).sum()
+
+
 def train_model_plainly(
     model: nn.Module,
     accumulate: int,
     case: Case = CASE,
+    sums: Callable[[Any, Batch], tuple[Tensor, Any]] = token_sums,
     clip: Callable[[list[nn.Parameter]], Any] = lambda parameters: None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     epochs: int = 1,
     max_steps: int | None = None,
 ) -> Gradients:
-    """Train `model` in place over the token means of whole windows of all ranks; return each step's gradients."""
+    """Train `model` in place over the token means of whole windows of all ranks; return each step's gradients.
+
+    The model is told the rank and the step of a micro-batch, of which `sums` gives loss and count.
+    """
     optimizer = make_optimizer(model)
     seen: Gradients = []
     for window in (windows(case, accumulate) * epochs)[:max_steps]:
         optimizer.zero_grad()
         losses = []
-        num_label_tokens = 0
-        for batches in micro_batches(case):
-            for index in window:
-                model.step = index
-                losses.append(mean_loss(model, batches[index], "sum"))
-                num_label_tokens += int((batches[index]["labels"] != -100).sum())
-        loss = torch.stack(losses).sum() / max(num_label_tokens, 1)
+        counts = []
+        for model.rank, batches in enumerate(micro_batches(case)):
+            for model.step in window:
+                loss, count = sums(model, batches[model.step])
+                losses.append(loss)
+                counts.append(count)
+        loss = torch.stack(losses).sum() / max(float(sum(counts)), 1e-9)
         loss.backward()
         seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         clip(list(model.parameters()))

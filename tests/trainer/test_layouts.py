@@ -23,8 +23,8 @@ from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Block, TinyDecoder, full_weights, micro_batches, weight_error
-from tests.trainer.plain import ModelModule, plain_weights, sgd, windows
-from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer, mean_loss
+from tests.trainer.plain import ModelModule, plain_weights
+from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -136,22 +136,6 @@ class UsedByOneRank(PartlyUsed):
             self.used_in = schedule
 
 
-def _plain_weights_by_rank(case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
-    model = UsedByOneRank(*schedule)
-    optimizer = sgd(model)
-    for window in windows(case, ACCUMULATE):
-        optimizer.zero_grad()
-        losses = []
-        num_label_tokens = 0
-        for model.rank, batches in enumerate(micro_batches(case)):
-            for model.step in window:
-                losses.append(mean_loss(model, batches[model.step], "sum"))
-                num_label_tokens += int((batches[model.step]["labels"] != -100).sum())
-        (torch.stack(losses).sum() / max(num_label_tokens, 1)).backward()
-        optimizer.step()
-    return full_weights(model)
-
-
 ALWAYS = set(range(5))
 BY_RANK = {
     "always": (ALWAYS, ALWAYS, ALWAYS),
@@ -195,7 +179,7 @@ def test_use_that_differs_between_ranks(
     pool2: RankPool, options: dict[str, Any], schedule: tuple[set[int], ...]
 ) -> None:
     """Parts of a unit that one rank uses and another does not: exact; without a gradient where no rank does."""
-    expected = _plain_weights_by_rank(CASE2, schedule)
+    expected = plain_weights(UsedByOneRank(*schedule), ACCUMULATE, CASE2)
     for weights in pool2.run(_fit_by_schedule, options, CASE2, UsedByOneRank, schedule):
         assert deviation(weights, expected) <= TOLERANCE
 
@@ -217,7 +201,7 @@ def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
     for weights in pool4.run(_fit_by_schedule, options, CASE4, PartlyUsed, schedule, gradient_clip_val=CLIP):
         assert deviation(weights, expected) <= TOLERANCE
     for schedule in BY_RANK.values():
-        expected = _plain_weights_by_rank(CASE4, schedule)
+        expected = plain_weights(UsedByOneRank(*schedule), ACCUMULATE, CASE4)
         for weights in pool4.run(_fit_by_schedule, options, CASE4, UsedByOneRank, schedule):
             assert deviation(weights, expected) <= TOLERANCE
 
