@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, Batch, full_weights, micro_batches
-from tests.trainer.plain import fill, sgd, windows
+from tests.trainer.exactness import VOCABULARY, Batch, full_weights
+from tests.trainer.plain import fill, sgd, train_model_plainly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -175,28 +175,15 @@ def train_plainly(
     objective: Callable[[Case, nn.Module, Batch], Tensor] = token_sum,
     clip_norm: float | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train `model` in place on one process; return its weights and the gradient norms of the windows.
+    """Train `model` in place on one process; return its weights and the gradient norms of the windows."""
 
-    Gradients are divided after backward, not the loss before it: these models compute parts in float32,
-    whose rounding would otherwise depend on the divisor.
-    """
-    optimizer = sgd(model)
-    norms = []
-    for window in windows(case, ACCUMULATE):
-        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
-        optimizer.zero_grad()
-        for batch in batches:
-            objective(case, model, batch).backward()
-        divisor = (
-            sum(int(case.num_label_tokens(batch)) for batch in batches)
-            if case.per_token_loss
-            else len(batches)
-        )
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.div_(divisor)
-        norms.append(nn.utils.get_total_norm(gradients).item())
+    def sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        return objective(case, model, batch), case.num_label_tokens(batch) if case.per_token_loss else 1
+
+    def clip(parameters: list[nn.Parameter]) -> None:
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+
+    seen = train_model_plainly(model, ACCUMULATE, case, sums, clip)
+    norms = [nn.utils.get_total_norm(list(gradients.values())).item() for gradients in seen]
     return full_weights(model), norms

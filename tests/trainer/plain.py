@@ -75,25 +75,28 @@ def train_model_plainly(
 ) -> Gradients:
     """Train `model` in place over the token means of whole windows of all ranks; return each step's gradients.
 
-    The model is told the rank and the step of a micro-batch, of which `sums` gives loss and count.
+    The model is told the rank and the step of a micro-batch, of which `sums` gives loss and count. Gradients are
+    divided after backward, not the loss before it: where a model computes in float32, rounding depends on the divisor.
     """
     optimizer = make_optimizer(model)
     seen: Gradients = []
     for window in (windows(case, accumulate) * epochs)[:max_steps]:
         optimizer.zero_grad()
-        losses = []
-        counts = []
+        total = 0.0
+        counted = 0.0
         for model.rank, batches in enumerate(micro_batches(case)):
             for model.step in window:
                 loss, count = sums(model, batches[model.step])
-                losses.append(loss)
-                counts.append(count)
-        loss = torch.stack(losses).sum() / max(float(sum(counts)), 1e-9)
-        loss.backward()
+                loss.backward()
+                total += loss.item()
+                counted += float(count)
+        divisor = max(counted, 1e-9)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
         seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         clip(list(model.parameters()))
-        window_loss = loss.detach()
-        optimizer.step(lambda window_loss=window_loss: window_loss)
+        optimizer.step(lambda mean=total / divisor: mean)
     return seen
 
 
