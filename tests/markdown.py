@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,3 +42,10 @@ def write_record(name: str, text: str) -> Path:
     path = Path("benchmarks", "results", f"{name}_cpu_{datetime.date.today()}.md")
     (ROOT / path).write_text(text)
     return path
+
+
+def write_section(page: Path, name: str, text: str) -> None:
+    """Replace what stands on a page between the comments ``<!-- name -->`` and ``<!-- /name -->``."""
+    pattern = f"<!-- {name} -->.*<!-- /{name} -->"
+    written = f"<!-- {name} -->\n{text}<!-- /{name} -->"
+    page.write_text(re.sub(pattern, lambda _: written, page.read_text(), flags=re.DOTALL))

@@ -181,16 +181,3 @@ def _while_detecting_anomalies() -> dict[str, Tensor]:
 def test_anomaly_detection_looks_at_sharded_gradients(pool2: RankPool) -> None:
     """``DTensor`` has no rule for how torch asks them for NaN."""
     assert_exact(pool2.run(_while_detecting_anomalies), plainly("to an anchor", 2), 1e-15)
-
-
-def _before_the_step(options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
-    return fit(BeforeTheStep(filled_decoder()), options, accumulate)
-
-
-@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept"))
-@pytest.mark.parametrize("accumulate", [2, 1])
-def test_before_the_step(pool2: RankPool, options: dict[str, Any], accumulate: int) -> None:
-    """What the error recommends is exact, under FSDP2 and DDP."""
-    for weights in pool2.run(_before_the_step, options, accumulate):
-        error = weight_error(weights, plainly("to an anchor", accumulate))
-        assert error <= 1e-15

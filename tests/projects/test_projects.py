@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.markdown import write_section
 from tests.processes import fresh_environment
 from tests.projects.projects import AS_DDP, RAGGED
 
@@ -29,8 +30,6 @@ VERSIONS = dict(
 TOLERANCE = 1e-4
 """Of the way that weights went, in float32; a wrong divisor is off by a half."""
 
-BEGIN = "<!-- projects -->"
-END = "<!-- /projects -->"
 HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "replicated", "sharded", "date"]
 
 PASSED_TO_STRATEGY = {
@@ -73,14 +72,12 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]]]
     rows: dict[str, dict[str, str]] = {}
     yield rows
     if path := request.config.getoption("--support-table"):
-        before, rest = Path(path).read_text().split(BEGIN)
-        section, after = rest.split(END)
+        section = Path(path).read_text().partition("<!-- projects -->")[2].partition("<!-- /projects -->")[0]
         for line in section.splitlines()[3:]:
             cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
             rows.setdefault(cells[0], dict(zip(HEADER, cells, strict=True)))
         lines = [HEADER, ["---"] * len(HEADER), *(list(rows[name].values()) for name in sorted(rows))]
-        written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        Path(path).write_text(f"{before}{BEGIN}\n{written}\n{END}{after}")
+        write_section(Path(path), "projects", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def run_on_two_ranks(name: str, directory: Path) -> dict[str, dict[str, Any]]:

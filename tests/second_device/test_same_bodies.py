@@ -8,7 +8,6 @@ benchmarks/results/support_cpu2.md` writes how much of the matrix of support has
 from __future__ import annotations
 
 import datetime
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ from tests.gradients.test_final_gradients import (
     test_what_users_write,
 )
 from tests.gradients.test_own_backward import test_a_backward_that_edits_gradients, test_backwards_in_a_hook
-from tests.markdown import merged_table
+from tests.markdown import merged_table, write_section
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.runs import LabelledModule, loader, make_trainer
@@ -106,9 +105,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, str]]:
     found: dict[Cell, str] = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        written = "<!-- second device -->\n" + as_markdown(found) + "<!-- /second device -->"
-        pattern = "<!-- second device -->.*<!-- /second device -->"
-        Path(path).write_text(re.sub(pattern, lambda _: written, Path(path).read_text(), flags=re.DOTALL))
+        write_section(Path(path), "second device", as_markdown(found))
 
 
 def as_markdown(found: dict[Cell, str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.markdown import merged_table, write_record
+from tests.markdown import merged_table, write_record, write_section
 from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_LAYOUTS, Waits, measure
 
 PACKAGE = "lightning_automodel"
@@ -86,11 +86,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     found: Table = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        written = f"<!-- waits -->\n{as_markdown(found)}<!-- /waits -->"
-        page = re.sub(
-            "<!-- waits -->.*<!-- /waits -->", lambda _: written, Path(path).read_text(), flags=re.DOTALL
-        )
-        Path(path).write_text(page)
+        write_section(Path(path), "waits", as_markdown(found))
         write_record("kernels", kernels_as_markdown(found))
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.markdown import write_record
+from tests.markdown import write_record, write_section
 from tests.rank_pool import RankPool
 from tests.trainer.families import FAMILIES, ROWS, make_batch, make_model, own_loss, shift
 from tests.trainer.runs import make_trainer
@@ -104,12 +104,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, list[float]]]:
     found: dict[str, list[float]] = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        page = Path(path).read_text()
         record = write_record("families", "# Hugging Face families\n\n" + as_markdown(found))
-        written = f"<!-- families -->\n{summary(found, record)}<!-- /families -->"
-        Path(path).write_text(
-            re.sub(r"<!-- families -->.*<!-- /families -->", lambda _: written, page, flags=re.DOTALL)
-        )
+        write_section(Path(path), "families", summary(found, record))
 
 
 @pytest.mark.sweep
