@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import lightning_automodel
 
 PACKAGE = Path(lightning_automodel.__file__).parent
@@ -164,21 +162,6 @@ def test_each_message_has_a_remedy() -> None:
         " message is enough. A text"
         " that no user gets to see goes into NOT_MESSAGES.\n\n" + "\n".join(missing)
     )
-
-
-@pytest.mark.parametrize(
-    ("message", "has_remedy"),
-    [
-        ("it is a directory: remove it, or choose another path", True),
-        ("… must be one of …, got …", True),
-        ("… does not divide …: valid sizes are ….", True),
-        ("Give what the loss divides by", True),
-        ("rank … on … failed in …", False),
-        ("the window cannot pass here, and the run ends", False),
-    ],
-)
-def test_next_steps(message: str, has_remedy: bool) -> None:
-    assert bool(NEXT_STEP.search(message)) == has_remedy
 
 
 def test_each_entry_is_a_message() -> None:

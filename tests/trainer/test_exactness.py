@@ -125,27 +125,6 @@ def test_a_wrong_weight_is_caught(pool2: RankPool, wrong: dict[str, Any], engine
         assert weight_error(weights, reference(case)[0]) > WRONG
 
 
-def test_data_is_as_hard_as_it_claims() -> None:
-    """Shapes and label counts differ by rank and step; rows have no label, some, or all."""
-    for case in CASES.values():
-        batches = [batch for by_rank in micro_batches(case) for batch in by_rank]
-        assert len({batch["input_ids"].shape for batch in batches}) > 1
-        counts = [int(case.num_label_tokens(batch)) for batch in batches]
-        assert (0 in counts) == (case.gap != "none")
-        assert len(set(counts)) > 1 or case.gap == "everything"
-    rows = [
-        row
-        for by_rank in micro_batches(replace(SHIFTED, gap="none", num_batches=20))
-        for batch in by_rank
-        for row in SHIFTED.used_labels(batch) != -100
-    ]
-    assert {(bool(row.any()), bool(row.all())) for row in rows} == {
-        (False, False),
-        (True, False),
-        (True, True),
-    }
-
-
 def test_relative_error_sees_what_a_maximum_can_hide() -> None:
     """NaN compares as neither larger nor smaller, and zero has no relative neighbourhood."""
     assert relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
