@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -42,51 +43,37 @@ UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 SCALER = {"growth_interval": 1, "growth_factor": 2.0, "backoff_factor": 0.5}
 
 
-class Overflow(Callback):
+def _fit(
+    make_module: Any,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    scaler: dict[str, Any],
+    agree: bool = True,
+) -> tuple[dict[str, Tensor], float, Any]:
+    """Runs on every rank: weights, the last scale, and what the module has noted, or the norm of the last step."""
+    module = make_module(decoder())
+    strategy = AutomodelStrategy(**options)
+    settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
+    trainer = make_trainer(strategy, **settings)
+    alone = mock.patch.object(
+        LossScaling, "_agree", lambda self, found: found or {torch.device("cpu"): torch.zeros(())}
+    )
+    with nullcontext() if agree else alone:
+        trainer.fit(module, loader())
+    made = trainer.precision_plugin.scaler
+    assert not {"unscale_", "_unscale_grads_"} & set(made.__dict__)
+    norm = strategy.last_step.grad_norm
+    return full_weights(module), made.get_scale(), getattr(module, "noted", norm)
+
+
+class Overflow(WideLossModule):
     """One gradient element on one rank becomes infinite in the second window."""
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        last = trainer.fit_loop.epoch_loop.batch_idx == 2 * ACCUMULATE - 1
+    def on_after_backward(self) -> None:
+        last = self.trainer.fit_loop.epoch_loop.batch_idx == 2 * ACCUMULATE - 1
         if last and dist.get_rank() == 1:
-            grad = next(p.grad for p in module.parameters() if p.grad is not None)
-            local = grad._local_tensor if isinstance(grad, DTensor) else grad
-            local.view(-1)[0] = torch.inf
-
-
-def _overflow(options: dict[str, Any], agree: bool) -> tuple[dict[str, Tensor], float]:
-    module = WideLossModule(decoder())
-    trainer = make_trainer(
-        AutomodelStrategy(**options),
-        accumulate_grad_batches=ACCUMULATE,
-        callbacks=[Overflow()],
-        **precision_options("16-mixed", growth_interval=1000),
-    )
-    original = LossScaling._agree
-    if not agree:
-        LossScaling._agree = lambda self, found_inf: found_inf or {torch.device("cpu"): torch.zeros(())}
-    try:
-        trainer.fit(module, loader())
-    finally:
-        LossScaling._agree = original
-    scaler = trainer.precision_plugin.scaler
-    assert not {"unscale_", "_unscale_grads_"} & set(scaler.__dict__)
-    return full_weights(module), scaler.get_scale()
-
-
-@pytest.mark.parametrize("options", [{}, STRATEGIES["undeferred"]], ids=["deferred", "undeferred"])
-def test_overflow_in_one_shard_skips_the_step_everywhere(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Both ranks leave the second window out, lower the scale once, and train on."""
-    expected = loop("16-mixed", "fsdp2", skipped=(1,))
-    for weights, scale in pool2.run(_overflow, options, True):
-        assert scale == INIT_SCALE / 2
-        assert weight_error(weights, expected) <= SAME
-    assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
-
-
-def test_overflow_that_ranks_do_not_agree_on(pool2: RankPool) -> None:
-    """The agreement is needed: without it the ranks would part."""
-    (_, first), (_, second) = pool2.run(_overflow, {}, False)
-    assert (first, second) == (INIT_SCALE, INIT_SCALE / 2)
+            grad = next(p.grad for p in self.parameters() if p.grad is not None)
+            local(grad).view(-1)[0] = torch.inf
 
 
 class InfiniteLoss(WideLossModule):
@@ -97,35 +84,35 @@ class InfiniteLoss(WideLossModule):
         return loss * (torch.inf if batch_idx == 2 * ACCUMULATE - 1 and dist.get_rank() == 1 else 1)
 
 
-def _fit_and_scale(
-    make_module: type[WideLossModule],
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    scaler: dict[str, Any],
-) -> tuple[dict[str, Tensor], float, float]:
-    module = make_module(decoder())
-    strategy = AutomodelStrategy(**options)
-    settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
-    trainer = make_trainer(strategy, **settings)
-    trainer.fit(module, loader())
-    norm = strategy.last_step.grad_norm
-    return (
-        full_weights(module),
-        trainer.precision_plugin.scaler.get_scale(),
-        float("nan") if norm is None else float(norm),
-    )
+FIXED = {"growth_interval": 1000}
 
 
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_overflow_of_a_loss(pool2: RankPool, options: dict[str, Any]) -> None:
-    """The same for a loss that overflows on one rank, under both engines; nothing raises."""
-    expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), skipped=(1,))
-    strategy = {**options, "error_if_nonfinite": True}
-    for weights, scale, _ in pool2.run(
-        _fit_and_scale, InfiniteLoss, strategy, {}, {"growth_interval": 1000}
-    ):
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make_module", "options"),
+    [
+        (Overflow, {}),
+        (InfiniteLoss, {"error_if_nonfinite": True}),
+        pytest.param(Overflow, STRATEGIES["undeferred"], marks=pytest.mark.sweep),
+        pytest.param(InfiniteLoss, {**DDP, "error_if_nonfinite": True}, marks=pytest.mark.sweep),
+    ],
+)
+def test_overflow_on_one_rank_skips_the_step_everywhere(
+    pool2: RankPool, make_module: Any, options: dict[str, Any]
+) -> None:
+    """Both ranks leave the second window out, lower the scale once, and train on; nothing raises."""
+    engine = options.get("data_parallel", "fsdp2")
+    expected = loop("16-mixed", engine, skipped=(1,))
+    for weights, scale, _ in pool2.run(_fit, make_module, options, {}, FIXED):
         assert scale == INIT_SCALE / 2
         assert weight_error(weights, expected) <= SAME
+    assert weight_error(loop("16-mixed", engine), expected) > 1000 * SAME
+
+
+def test_overflow_that_ranks_do_not_agree_on(pool2: RankPool) -> None:
+    """The agreement is needed: without it the ranks would part."""
+    (_, first, _), (_, second, _) = pool2.run(_fit, Overflow, {}, {}, FIXED, agree=False)
+    assert (first, second) == (INIT_SCALE, INIT_SCALE / 2)
 
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
@@ -135,7 +122,7 @@ def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str,
     clip = functools.partial(_clip_and_note, norms=norms)
     expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), clip=clip)
     settings = {"gradient_clip_val": 0.1}
-    for weights, scale, norm in pool2.run(_fit_and_scale, WideLossModule, options, settings, SCALER):
+    for weights, scale, norm in pool2.run(_fit, WideLossModule, options, settings, SCALER):
         assert scale == INIT_SCALE * 8
         assert abs(norm - norms[-1]) <= SAME * norms[-1]
         assert weight_error(weights, expected) <= SAME
@@ -163,9 +150,9 @@ class ManualWindows(WideLossModule):
 def test_the_first_window_stays_in_range(pool2: RankPool, make_module: type[WideLossModule]) -> None:
     """At the largest scale that the means of this data bear, no step is skipped, however a window is made."""
     settings = {} if make_module is WideLossModule else {"accumulate_grad_batches": 1}
-    scaler = {"init_scale": 2.0**18, "growth_interval": 1000}
+    scaler = {**FIXED, "init_scale": 2.0**18}
     expected = loop("16-mixed", "fsdp2")
-    for weights, scale, _ in pool2.run(_fit_and_scale, make_module, {}, settings, scaler):
+    for weights, scale, _ in pool2.run(_fit, make_module, {}, settings, scaler):
         assert scale == 2.0**18
         assert weight_error(weights, expected) <= SAME
 
@@ -193,10 +180,10 @@ class Fused(Unfused):
 def test_fused_optimizers_clip_too(pool2: RankPool, options: dict[str, Any]) -> None:
     """Lightning refuses that, because they unscale inside of their step."""
     settings = {"gradient_clip_val": 0.1}
-    unfused, _ = pool2.run(_fit_and_scale, Unfused, options, settings, SCALER)
-    unclipped, _ = pool2.run(_fit_and_scale, Unfused, options, {}, SCALER)
-    for weights, scale, norm in pool2.run(_fit_and_scale, Fused, options, settings, SCALER):
-        assert (scale, norm) == (unfused[1], pytest.approx(unfused[2], rel=SAME))
+    unfused, _ = pool2.run(_fit, Unfused, options, settings, SCALER)
+    unclipped, _ = pool2.run(_fit, Unfused, options, {}, SCALER)
+    for weights, scale, norm in pool2.run(_fit, Fused, options, settings, SCALER):
+        assert (scale, float(norm)) == (unfused[1], pytest.approx(float(unfused[2]), rel=SAME))
         assert weight_error(weights, unfused[0]) <= SAME
     assert weight_error(unclipped[0], unfused[0]) > 100 * SAME
 
@@ -209,14 +196,14 @@ class TwoOptimizers(WideLossModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.automatic_optimization = False
-        self.norms: list[float] = []
+        self.noted: list[float] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         first, second = self.optimizers()
         for optimizer in (first, second):
             with optimizer.toggle_model():
                 self.manual_backward(self(batch))
-        self.norms += [float(self.trainer.strategy.clip_gradients(o, 1e6)) for o in (first, second)]
+        self.noted += [float(self.trainer.strategy.clip_gradients(o, 1e6)) for o in (first, second)]
         for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
@@ -251,10 +238,10 @@ class ScalesByHand(WideLossModule):
             scaler.scale(self(batch)).backward()
         self.seen = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
         optimizer.step()
-        self.after = max(
+        self.noted = max(
             float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel()
         )
-        assert self.after == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
+        assert self.noted == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
 
 
 class AddsNotedGradients(WideLossModule):
@@ -276,24 +263,18 @@ class AddsNotedGradients(WideLossModule):
         before = [local(parameter.grad).clone() for parameter in self.parameters()]
         optimizer.step()
         after = [local(parameter.grad) for parameter in self.parameters()]
-        self.after = max(float(grad.abs().max()) for grad in after if grad.numel())
+        self.noted = max(float(grad.abs().max()) for grad in after if grad.numel())
         assert all(map(torch.equal, before, after))
         assert self.trainer.strategy.last_step.num_micro_batches == 2 * self.trainer.world_size
         optimizer.zero_grad()
-
-
-def _fit_scaled_by_hand(kind: Any) -> float:
-    module = kind(decoder())
-    options = precision_options("16-mixed", growth_interval=1000)
-    make_trainer(AutomodelStrategy(), **options).fit(module, loader())
-    return module.after
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("kind", [ScalesByHand, AddsNotedGradients])
 def test_what_a_step_unscales(pool2: RankPool, kind: Any) -> None:
     """Final gradients are not divided again, also if they were zeroed and written back; those past the strategy are."""
-    assert all(after > 0 for after in pool2.run(_fit_scaled_by_hand, kind))
+    for _, _, after in pool2.run(_fit, kind, {}, {"accumulate_grad_batches": 1}, FIXED):
+        assert after > 0
 
 
 class UnscalesByHand(TwoOptimizers):
@@ -317,16 +298,6 @@ class TwoFused(TwoOptimizers):
     fused = True
 
 
-def _fit_two(
-    options: dict[str, Any], make_module: type[TwoOptimizers] = TwoOptimizers
-) -> tuple[dict[str, Tensor], list[float], float]:
-    module = make_module(decoder())
-    settings = precision_options("16-mixed", **SCALER, init_scale=2.0**8)
-    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=3, **settings)
-    trainer.fit(module, loader())
-    return full_weights(module), module.norms, trainer.precision_plugin.scaler.get_scale()
-
-
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
 def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A window keeps its scale though the other optimizer's step has changed it, and is unscaled once.
@@ -338,12 +309,14 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
     engine = options.get("data_parallel", "fsdp2")
     later = tuple(range(3, CASE.num_batches))
     expected = loop("16-mixed", engine, clip=lambda p: norms.extend(_norms(p)), skipped=later)
-    for weights, seen, scale in pool2.run(_fit_two, options):
+    settings = {"accumulate_grad_batches": 1, "limit_train_batches": 3}
+    scaler = {**SCALER, "init_scale": 2.0**8}
+    for weights, scale, seen in pool2.run(_fit, TwoOptimizers, options, settings, scaler):
         assert scale == 2.0 ** (8 + 2 * 3)
         assert seen == pytest.approx(norms[: 2 * 3], rel=SAME)
         assert weight_error(weights, expected) <= SAME
     for kind in (TwoFused, UnscalesByHand):
-        for weights, _, scale in pool2.run(_fit_two, options, kind):
+        for weights, scale, _ in pool2.run(_fit, kind, options, settings, scaler):
             assert scale == 2.0 ** (8 + 2 * 3)
             assert weight_error(weights, expected) <= SAME
 
