@@ -84,6 +84,8 @@ class CheckpointSaver:
         self._pending_path = ""
         self._defers = False
         self._deferred: list[Callable[[], None]] = []  # of rank 0
+        # Whether the newest save was given up: nothing takes the place of older checkpoints, and of links to them.
+        self._keeps_older = False
 
     def choose_form(self, io: CheckpointIO, world_size: int) -> None:
         """Choose the form, for a run of ``world_size`` ranks whose files the Trainer's plugin ``io`` writes.
@@ -147,6 +149,7 @@ class CheckpointSaver:
             CheckpointError: On every rank, if one cannot save; older checkpoints are unchanged.
             TypeError: If ``storage_options`` would have no effect.
         """
+        self._keeps_older = False
         # Ranks may disagree: it may hold a time, or a version that is free.
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and type(io) is TorchCheckpointIO:
@@ -239,6 +242,7 @@ class CheckpointSaver:
         For a sharded model it logs an error. It does not raise one, which would hide the failure.
         """
         if self.is_sharded or self.as_directory:
+            self._keeps_older = True
             log.error(
                 "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
                 " failure. Save regularly, with ModelCheckpoint.",
@@ -261,6 +265,7 @@ class CheckpointSaver:
         )
         if sys.exc_info()[1] is None:
             raise RuntimeError(text)
+        self._keeps_older = True
         log.error(text)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
@@ -276,6 +281,8 @@ class CheckpointSaver:
         self._defer(0, partial(paths.link, Path(path), Path(link)))
 
     def _defer(self, place: int, action: Callable[[], None]) -> None:
+        if self._keeps_older:
+            return
         if group_rank() == 0:
             self._deferred.insert(place, action)
         if not self._defers:

@@ -206,37 +206,41 @@ def is_refused_after_a_failure_in_a_failure(rank: int, world_size: int) -> None:
     print("refused", names)
 
 
-def _save_on_exception(rank: int, world_size: int, data_parallel: str) -> None:
-    """Rank 1 fails while the other one stands in a collective; the callback saves two checkpoints."""
+def _save_on_exception(rank: int, world_size: int, data_parallel: str, saving: ModelCheckpoint) -> None:
+    """Rank 1 fails after three steps, while the other one stands in a collective; the callback saves."""
 
     def fail(model: Model) -> None:
-        if rank == 1 and model.trainer.global_step == 2:
+        if rank == 1 and model.trainer.global_step == 3:
             raise ValueError("no labels here")
 
-    saving = ModelCheckpoint(
-        "saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100
-    )
     options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
-    try:
-        _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(
-            _fails_in("training_step", fail), _data()
-        )
-    finally:
-        if rank == 0:
-            print(
-                "saved",
-                sorted(
-                    (each.stem, torch.load(each)["global_step"]) for each in Path("saved").glob("*.ckpt")
-                ),
-            )
+    _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(
+        _fails_in("training_step", fail), _data()
+    )
 
 
 def saves_where_rank_1_fails(rank: int, world_size: int) -> None:
-    _save_on_exception(rank, world_size, "ddp")
+    saving = ModelCheckpoint(
+        "saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100
+    )
+    try:
+        _save_on_exception(rank, world_size, "ddp", saving)
+    finally:
+        if rank == 0:
+            files = sorted(Path("saved").glob("*.ckpt"))
+            print("saved", [(each.stem, torch.load(each)["global_step"]) for each in files])
 
 
 def cannot_save_shards_where_rank_1_fails(rank: int, world_size: int) -> None:
-    _save_on_exception(rank, world_size, "fsdp2")
+    """The link to the last checkpoint stays at the one that exists."""
+    saving = ModelCheckpoint(
+        "saved", "{step}", save_on_exception=True, save_last="link", every_n_train_steps=2
+    )
+    try:
+        _save_on_exception(rank, world_size, "fsdp2", saving)
+    finally:
+        if rank == 0:
+            print("last", Path("saved/last.ckpt").resolve(strict=True).name)
 
 
 # --- What races -------------------------------------------------------------------------------------------------------
@@ -422,13 +426,13 @@ ROWS = [
     Row(
         saves_where_rank_1_fails,
         (1, 1),
-        (r"saved \[\('failed', 2\), \('last', 2\)\]", "ValueError: no labels here"),
+        (r"saved \[\('failed', 3\), \('last', 3\)\]", "ValueError: no labels here"),
     ),
     Row(
         cannot_save_shards_where_rank_1_fails,
         (1, 1),
         (
-            "rank 1 on HOST failed in training_step",
+            r"rank 1 on HOST failed in training_step[\s\S]*last step=2.ckpt",
             "all ranks save shards together, which they cannot after a failure",
         ),
     ),
