@@ -23,7 +23,7 @@ RUN_ON_ALL_RANKS = (
     " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
     " same parameters must be trainable on all ranks."
 )
-COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
+COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier|pair closure)\b")
 
 
 @dataclass

@@ -102,6 +102,7 @@ def _raised_from(cause: BaseException) -> BaseException:
         (KeyboardInterrupt(), False),
         (RuntimeError("NCCL communicator was aborted"), True),
         (RuntimeError("Rank 0 failed in monitoredBarrier"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("cannot decode data/gloomy_forest.jpg"), False),
         (FileNotFoundError("gloo"), False),
     ],
