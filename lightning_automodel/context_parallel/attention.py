@@ -23,6 +23,7 @@ class Slices:
     chunks: tuple[int, int]  # indices of the two chunks that this rank holds
     chunk: int  # number of positions in a chunk
     length: int  # number of positions in the whole sequence, without padding
+    shape: tuple[int, ...] = ()  # [b, s] of this rank's slice
     is_masked: bool = False  # whether the batch has an ``attention_mask``
     # [b, w * s] the document of each position, or None: see ``SequenceSlices``.
     documents: Tensor | None = None
@@ -103,9 +104,8 @@ def context_parallel_attention(
             attention_mask = slices.gather_mask(attention_mask)
         mask = _mask(rows, is_causal, attention_mask)
     if slices is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
-        )
+        is_causal = is_causal and mask is None
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
     return attend_across(query, key, value, mask, is_causal, options)
 
 

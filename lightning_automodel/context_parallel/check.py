@@ -44,21 +44,23 @@ class FirstStepCheck:
     compiled.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision, step: str) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision, step: str, slices: Slices) -> None:
         self._module = module
         self._plugin = plugin
         self._step = step
+        self._slices = slices
         self.calls: list[tuple[nn.Module, Any, Any]] = []
 
     @contextmanager
-    def recording(self, slices: Slices) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Context of the step: remembers the outermost calls of modules, the LightningModule among them."""
         original = getattr(self._module, self._step)
         depth = 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal depth
-            if depth == 0 and attention.current() is slices:  # not recomputed by a backward within the step
+            # Not what a backward within the step recomputes.
+            if depth == 0 and attention.current() is self._slices:
                 self.calls.append((module, args, kwargs))
             depth += 1
 
@@ -75,17 +77,17 @@ class FirstStepCheck:
             patches.set(self._module, self._step, step)
             yield
 
-    def check(self, slices: Slices, shape: torch.Size, group: dist.ProcessGroup | None) -> None:
-        """Compare the modules that the step has called on slices of ``shape`` [b, s].
+    def check(self, group: dist.ProcessGroup | None) -> None:
+        """Compare the modules that the step has called.
 
         A collective over ``group``, in which all context peers are; None: over all ranks, whose units are
         gathered together. RuntimeError on every rank of it if an output differs on any of them by more than
         rounding, or if attention of the step was not compared.
         """
-        first = FirstPositions(slices, shape)
+        slices = self._slices
+        first = FirstPositions(slices)
         names = {submodule: name for name, submodule in self._module.named_modules()}
         calls = [call for call in self.calls if any(map(first.is_slice, tensors_in(call[1:])))]
-        self.calls = []
         called = gather_objects([names[module] for module, *_ in calls], group)
         found: list[str] = []
         if all(modules == called[0] for modules in called):
@@ -153,24 +155,16 @@ class FirstStepCheck:
                 found[submodule, numbers[submodule]] = torch_internals.local_tensor(tensor).clone()
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
-            try:
-                call_as_step(self._module, partial(module, *arguments[0], **arguments[1]))
-            except Exception as exception:
-                exception.add_note(
-                    f"{class_name(module)} was called on the first positions of the first batch by"
-                    " AutomodelStrategy, which compares slices of sequences with whole ones."
-                )
-                raise
+            call_as_step(self._module, partial(module, *arguments[0], **arguments[1]))
         return found
 
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
-        eagerly = torch.compiler.set_stance("force_eager")
         with (
             PatchStack() as patches,
             torch.no_grad(),
-            eagerly,
+            torch.compiler.set_stance("force_eager"),
             self._plugin.train_step_context(),
             isolate_rng(),
         ):
@@ -182,7 +176,7 @@ class FirstStepCheck:
 
 
 class FirstPositions:
-    """The first positions of a batch, of which each rank has a slice of the ``shape`` [b, s].
+    """The first positions of a batch, of which each rank has a slice.
 
     Attributes:
         length: How many there are.
@@ -190,25 +184,23 @@ class FirstPositions:
         whole: The same where this rank holds all of them.
     """
 
-    def __init__(self, slices: Slices, shape: torch.Size) -> None:
+    def __init__(self, slices: Slices) -> None:
         self._slices = slices
-        self._shape = shape
         chunk = min(_CHUNK, slices.chunk)
         self.length = 2 * slices.num_ranks * chunk
-        documents = None if slices.documents is None else slices.documents[:, : self.length]
         length = min(self.length, slices.length)
-        self.sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
+        self.sliced = replace(slices, chunk=chunk, length=length, num_calls=0)
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)
 
     def is_slice(self, tensor: Tensor) -> bool:
         """Whether a tensor [b, s, ...] has the positions of a slice."""
-        return not isinstance(tensor, DTensor) and tensor.shape[:2] == self._shape
+        return not isinstance(tensor, DTensor) and tensor.shape[:2] == self._slices.shape
 
     def gather(self, tensor: Tensor) -> Tensor:
         """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
         if not self.is_slice(tensor):
             return tensor
-        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self.length]
+        whole = attention.whole(tensor.reshape(*self._slices.shape, -1), self._slices)[:, : self.length]
         # Contiguous, as models may call view() on it.
         return whole.reshape(-1, self.length, *tensor.shape[2:]).contiguous()
 
@@ -216,8 +208,7 @@ class FirstPositions:
         """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
         if tensor.ndim < 2 or tensor.shape[1] != self.length:
             return tensor
-        chunks = tensor.split(self.sliced.chunk, dim=1)
-        return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
+        return tensor[:, self.sliced.own_positions(tensor.device)]
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -73,10 +73,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
     if attention.current() is None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        plain: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return plain(module, query, key, value, attention_mask, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if found := [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]:
         raise RuntimeError(
             f"{type(module).__name__} computes attention with {', '.join(found)}, which has not been checked"
@@ -117,5 +116,6 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
     mask = function(batch[:, None, None, None], batch.new_zeros(1, 1, 1, 1), rows[:, None], columns)
     mask = mask & whole[:, None, None]
     if documents is not None:
-        mask = mask & (documents[:, None, rows, None] == documents[:, None, None])
+        # The first step is checked with the first positions alone.
+        mask = mask & (documents[:, None, rows, None] == documents[:, None, None, : len(columns)])
     return mask

@@ -36,13 +36,21 @@ class SequenceSlices:
         labels = dict.fromkeys((options.label_key, SHIFTED_LABELS), options.ignore_index)
         self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, **labels}
 
-    def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
-        """How the sequences of a batch are sliced across the ranks of ``group``."""
-        length = self._ids(batch).shape[-1]
+    def describe(self, batch: Any, group: dist.ProcessGroup | None) -> Slices:
+        """How the sequences of a batch are sliced across the ranks of ``group``.
+
+        Without a mask, which would let Hugging Face models ignore them, ``position_ids`` tell the document of each
+        position: a new one begins where they do not go up by 1.
+        """
+        *rows, length = self._ids(batch).shape
+        chunk = -(-length // self._num_chunks)  # what is behind the end of the sequence is padding
         is_masked = batch.get(_MASK) is not None
-        return Slices(
-            group, self.chunks, self._chunk_length(length), length, is_masked, self._documents(batch)
-        )
+        documents = None
+        if not is_masked and batch.get(_POSITIONS) is not None:
+            positions = batch[_POSITIONS]
+            begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
+            documents = self._pad(begins.cumsum(-1), -1)
+        return Slices(group, self.chunks, chunk, length, (*rows, 2 * chunk), is_masked, documents)
 
     def _ids(self, batch: Any) -> Tensor:
         """[b, s] ``input_ids`` of a batch, which must be a mapping with them."""
@@ -55,22 +63,6 @@ class SequenceSlices:
             )
         ids: Tensor = batch[_IDS]
         return ids
-
-    def _chunk_length(self, length: int) -> int:
-        """Positions of a chunk; those after the end of the sequence are padding."""
-        return -(-length // self._num_chunks)
-
-    def _documents(self, batch: Any) -> Tensor | None:
-        """[b, w * s] the document of each position; a new one begins where ``position_ids`` do not go up by 1.
-
-        None without position ids, and if there is also a mask: Hugging Face models then ignore the position
-        ids.
-        """
-        positions = batch.get(_POSITIONS)
-        if positions is None or batch.get(_MASK) is not None:
-            return None
-        begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
-        return self._pad(begins.cumsum(-1), -1)
 
     def slice(self, batch: Any) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence.
@@ -120,8 +112,7 @@ class SequenceSlices:
 
     def _pad(self, tensor: Tensor, value: int) -> Tensor:
         """[..., s] to the length of all chunks."""
-        length = tensor.shape[-1]
-        return F.pad(tensor, (0, self._chunk_length(length) * self._num_chunks - length), value=value)
+        return F.pad(tensor, (0, -tensor.shape[-1] % self._num_chunks), value=value)
 
     def _cut(self, tensor: Tensor, padding: int) -> Tensor:
         """Cut [..., s] to this rank's two chunks, [..., 2 c]."""

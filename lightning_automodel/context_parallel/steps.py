@@ -1,13 +1,12 @@
 """The Trainer's steps on slices of sequences."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,7 +40,6 @@ class ContextParallelSteps:
         adds_mask = let_models_attend_across(module, patches)
         self.slices = SequenceSlices(mesh.get_local_rank(), options, adds_mask)
         self._newest: Slices | None = None
-        self._shape = torch.Size()
         self._checked = set[str]()
         self.whole: Any = None  # the batch that was sliced last, for ExactnessCheck
 
@@ -54,25 +52,21 @@ class ContextParallelSteps:
         is_first = self._newest is None
         self._newest = self.slices.describe(batch, self.group)
         sliced = self.slices.slice(batch)
+        self.whole = batch
         if is_first:
             check_same_batch(batch, self.group, self._module.device, "context-parallel")
-            if self._count_label_tokens is not None:
-                self._check_function(self._count_label_tokens, batch, sliced)
-        self._shape = sliced["input_ids"].shape
-        self.whole = batch
+        count = self._count_label_tokens
+        if is_first and count is not None:
+            of_whole = float(count(self.slices.complete(batch)))
+            counts = gather_objects(float(count(sliced)), self.group)
+            if not math.isclose(sum(counts), of_whole, rel_tol=1e-6):
+                raise ValueError(
+                    f"count_label_tokens counts {', '.join(f'{count:g}' for count in counts)} on the"
+                    f" {len(counts)} ranks that share a batch, and {of_whole:g} in the whole batch. Each"
+                    " must count its slice, since the counts are added: count entries of the shape of"
+                    " batch['input_ids'], which are slices; with a label_shift, batch['shift_labels']."
+                )
         return sliced
-
-    def _check_function(self, count: Callable[[Any], Any], batch: Any, sliced: Any) -> None:
-        """Raise unless the counts of slices add up to that of the batch. A collective over the group."""
-        of_whole = float(count(self.slices.complete(batch)))
-        counts = gather_objects(float(count(sliced)), self.group)
-        if not math.isclose(sum(counts), of_whole, rel_tol=1e-6):
-            raise ValueError(
-                f"count_label_tokens counts {', '.join(f'{count:g}' for count in counts)} on the"
-                f" {len(counts)} ranks that share a batch, and {of_whole:g} in the whole batch. Each"
-                " must count its slice, since the counts are added: count entries of the shape of"
-                " batch['input_ids'], which are slices; with a label_shift, batch['shift_labels']."
-            )
 
     def check_count(self, output: Any) -> None:
         """Raise ValueError if a step has returned a count, or a ``manual_backward`` was given one."""
@@ -98,10 +92,10 @@ class ContextParallelSteps:
                 yield
             return
         self._checked.add(name)
-        check = FirstStepCheck(self._module, self._plugin, name)
-        with attention.computing_on(slices), check.recording(slices):
+        check = FirstStepCheck(self._module, self._plugin, name, slices)
+        with attention.computing_on(slices), check.recording():
             yield
-        check.check(slices, self._shape, None if name == "training_step" else self.group)
+        check.check(None if name == "training_step" else self.group)
 
     def backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""

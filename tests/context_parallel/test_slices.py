@@ -108,11 +108,11 @@ def test_a_mask_is_added_where_asked_for_and_padded_with_zeros() -> None:
 def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
     slices = SequenceSlices(0, StrategyOptions(context_parallel_size=2, ignore_index=IGNORED))
     batch = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
-    documents = slices._documents(batch)
+    documents = slices.describe(batch, None).documents
     assert documents is not None
     assert documents.tolist() == [[0, 0, 0, 1, 1, 2, -1, -1]]
-    assert slices._documents({**batch, "attention_mask": torch.ones(1, 6)}) is None
-    assert slices._documents({"input_ids": torch.zeros(1, 6)}) is None
+    assert slices.describe({**batch, "attention_mask": torch.ones(1, 6)}, None).documents is None
+    assert slices.describe({"input_ids": torch.zeros(1, 6)}, None).documents is None
 
 
 @pytest.mark.parametrize(
