@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -57,25 +56,6 @@ class HookedEntries(Keeping):
 
     def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
         return parameter.grad * self.phase
-
-
-class InGroups(Keeping):
-    """What it makes in its groups while it trains."""
-
-    def before(self, group: dict[str, Any]) -> None:
-        if "sums" not in group:
-            group["sums"] = {
-                "of": [torch.zeros_like(parameter) for parameter in group["params"]],
-                "empty": [],
-            }
-            group["ordered"] = OrderedDict(b=1, a=torch.zeros(3))
-            group["counts"] = {"steps": 0}
-        group["counts"]["steps"] += 1
-        group["ordered"]["a"] += 1
-
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        group["sums"]["of"][index].mul_(0.9).add_(parameter.grad)
-        return group["sums"]["of"][index] * (group["counts"]["steps"] + group["ordered"]["a"][1].item())
 
 
 class LocalMomentum(Keeping):
@@ -136,13 +116,6 @@ class HidesTensors:
 
     def __deepcopy__(self, memo: Any) -> HidesTensors:
         return HidesTensors(self.momentum.clone())
-
-
-class OtherOnEachRank(Keeping):
-    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        state["scale"] = state.get("scale", torch.ones(2)) + (dist.get_rank() + 1) * 0.1
-        return parameter.grad
 
 
 class CountsApart(Keeping):

@@ -113,6 +113,7 @@ def _damage_one_after_the_other(
             dist.barrier()
             outcomes.append((file.name, opened(options, str(copy))))
             dist.barrier()
+    assert "No such file or directory" in opened(options, f"{folder}/missing.ckpt")
     AutomodelStrategy(**options)._loader.open(original, None, TorchCheckpointIO())
     # Of the last one, through a whole fit.
     message, is_unchanged = attempt(options, str(copy))

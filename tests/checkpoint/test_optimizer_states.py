@@ -33,7 +33,6 @@ def _resume(options: dict[str, Any], kind: Any, path: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("saving", "resuming", "kind"),
     [
-        ("shards", "replicated", optimizers.InGroups),
         ("replicated", "shards", optimizers.Lookahead),
         ("replicated_directory", "one_file_of_shards", optimizers.HookedEntries),
     ],
@@ -63,7 +62,6 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
             optimizers.InObjects,
             "['state']['model.embedding.weight']['hidden']['objects'] cannot be pickled: it is an object",
         ),
-        (optimizers.OtherOnEachRank, "(state.model.embedding.weight.scale is "),
         (optimizers.CountsApart, "(param_groups.0.seen is 7 on rank 0 and 8 on rank 1)"),
         (optimizers.LocalMomentum, "(state.model.embedding.weight.momentum is "),
     ],

@@ -31,6 +31,8 @@ from tests.checkpoint.checkpoints import (
     FORMS,
     AdamModule,
     Saves,
+    adamw,
+    deviation,
     fit,
     forms,
     leftovers,
@@ -39,6 +41,8 @@ from tests.checkpoint.checkpoints import (
 )
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT, full_weights
+from tests.trainer.plain import plain_weights
+from tests.trainer.runs import loader, make_trainer
 
 PATIENCE_S = 60
 
@@ -392,3 +396,73 @@ def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
     except ValueError:  # which another error would hide
         trainer.strategy.save_checkpoint({}, tmp_path / "last.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+class Unscheduled(AdamModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def _save_within_a_window(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after a fit that saves before its first step, and those that it has saved."""
+    strategy = AutomodelStrategy(**options)
+    callbacks = [Saves("on_train_batch_end", 2, path)]
+    module = Unscheduled()
+    make_trainer(strategy, accumulate_grad_batches=3, callbacks=callbacks).fit(module, loader())
+    return full_weights(module.model), load_only(options, path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_during_accumulation": False},
+        {"reshard_during_accumulation": True},
+        {"cpu_offload": True},
+        {"data_parallel": "ddp"},
+    ],
+    ids=str,
+)
+def test_saving_before_the_first_step_changes_nothing(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """No step of Adam is counted that nobody made, no gradient of the open window is lost, and the file can be read."""
+    expected = plain_weights(AdamModule().model, 3, make_optimizer=adamw)
+    for weights, saved in pool2.run(_save_within_a_window, options, str(tmp_path / "early.ckpt")):
+        assert deviation(weights, expected) <= 1e-11
+        assert deviation(saved, full_weights(AdamModule().model)) == 0
+
+
+def _fit_with_the_trainers_own_checkpointing(folder: str) -> tuple[str, bool]:
+    trainer, module = fit({}, enable_checkpointing=True, default_root_dir=folder)
+    path = trainer.checkpoint_callback.best_model_path
+    return path, deviation(load_only({}, path), full_weights(module.model)) == 0
+
+
+def test_default_checkpointing(pool2: RankPool, tmp_path: Path) -> None:
+    """What a Trainer does without being asked leaves one sharded checkpoint of the last step, the same on all ranks."""
+    ((path, is_bitwise),) = set(pool2.run(_fit_with_the_trainers_own_checkpointing, str(tmp_path)))
+    assert is_bitwise
+    assert Path(path).is_dir()
+    assert Path(path).parent == tmp_path / "checkpoints"
+    assert "step=2" in path
+
+
+class NoOptimizer(AdamModule):
+    """Trains nothing, as a run that gathers statistics does."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def _go_on_without_optimizer(options: dict[str, Any], other: dict[str, Any], path: str) -> int:
+    fit(options, NoOptimizer())[0].save_checkpoint(path)
+    trainer, module = fit(other, NoOptimizer(), ckpt_path=path, max_epochs=2)
+    assert deviation(full_weights(module.model), full_weights(NoOptimizer().model)) == 0
+    return trainer.current_epoch
+
+
+@pytest.mark.parametrize(("form", "other"), [("shards", "shards"), ("replicated", "shards")])
+def test_no_optimizer(pool2: RankPool, tmp_path: Path, form: str, other: str) -> None:
+    """`configure_optimizers` that returns None: saved, and resumed from."""
+    path = str(tmp_path / "run.ckpt")
+    assert pool2.run(_go_on_without_optimizer, FORMS[form], FORMS[other], path) == [2, 2]

@@ -25,6 +25,7 @@ DDP: dict[str, Any] = {"data_parallel": "ddp"}
 HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
+OFFLOADED: dict[str, Any] = {"cpu_offload": True}
 SAVING: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-4": (4, FSDP2),
     "hsdp-4": (4, HSDP),
@@ -33,6 +34,7 @@ SAVING: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, DDP),
     "ddp-2-directory": (2, {**DDP, "save_distributed_checkpoint": True}),
     "fsdp2-2-file": (2, ONE_FILE),
+    "offloaded-2": (2, OFFLOADED),
 }
 RESUMING: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-2": (2, FSDP2),
@@ -40,6 +42,7 @@ RESUMING: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2-4": (4, FSDP2),
     "hsdp-4": (4, HSDP),
     "tensor-4": (4, TENSOR),
+    "offloaded-2": (2, OFFLOADED),
 }
 
 
@@ -79,6 +82,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "ddp-2": ("fsdp2-2",),
     "ddp-2-directory": ("fsdp2-4",),
     "fsdp2-2-file": ("ddp-2",),
+    "offloaded-2": ("offloaded-2",),
 }
 
 
@@ -128,7 +132,10 @@ class LazyModule(ModelModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.current_epoch > 0:
-            loss = loss + self.model.later(torch.ones(1, 3, dtype=torch.float64)).square().mean()
+            loss = (
+                loss
+                + self.model.later(torch.ones(1, 3, dtype=torch.float64, device=self.device)).square().mean()
+            )
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

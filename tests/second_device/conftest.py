@@ -21,7 +21,7 @@ LONG = (
     "test_misuse_raises",
     "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
-    "test_resumes_where_it_stopped",
+    "test_state_that_is_not_there_yet",
     "test_training_goes_on_while_a_checkpoint_is_written",
 )
 """Tests of other rooms that take longer than the default run has."""

@@ -17,14 +17,11 @@ import pytest
 import torch
 
 from lightning_automodel import AutomodelStrategy
-from tests.checkpoint.test_fits import (
-    test_a_missing_checkpoint_raises_on_every_rank,
-    test_resumes_where_it_stopped,
-)
 from tests.checkpoint.test_saving import (
     test_failure_in_the_background,
     test_training_goes_on_while_a_checkpoint_is_written,
 )
+from tests.checkpoint.test_shapes import test_state_that_is_not_there_yet
 from tests.data.test_padded_training import test_equals_one_process
 from tests.data.test_uneven_inputs import test_an_epoch_that_ends_on_one_rank_alone
 from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
@@ -56,7 +53,6 @@ from tests.trainer.test_support import check
 __all__ = [
     "test_a_backward_that_edits_gradients",
     "test_a_failed_backward_leaves_what_stood_there",
-    "test_a_missing_checkpoint_raises_on_every_rank",
     "test_an_epoch_that_ends_on_one_rank_alone",
     "test_around_fits",
     "test_backwards_in_a_hook",
@@ -68,7 +64,7 @@ __all__ = [
     "test_nothing_is_left_after_a_failure_that_was_caught",
     "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
-    "test_resumes_where_it_stopped",
+    "test_state_that_is_not_there_yet",
     "test_trained",
     "test_training_goes_on_while_a_checkpoint_is_written",
     "test_unused_once_it_is_unfrozen",
