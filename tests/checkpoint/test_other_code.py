@@ -188,8 +188,10 @@ def _keys(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _change(checkpoint: dict[str, Any]) -> None:
-    """In place: a weight, a moment, an option, and one parameter's state is removed."""
-    checkpoint["state_dict"]["model.norm.weight"] += 0.5
+    """In place: a weight, a moment, an option; one weight gets two names, and one parameter's state is removed."""
+    state = checkpoint["state_dict"]
+    state["model.norm.weight"] += 0.5
+    state["model.blocks.1.linear.weight"] = state["model.blocks.0.linear.weight"]
     (optimizer,) = checkpoint["optimizer_states"]
     keys = _keys(optimizer)
     optimizer["state"][keys["model.head.weight"]]["exp_avg"].mul_(3)
