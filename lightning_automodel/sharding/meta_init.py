@@ -4,7 +4,6 @@ Initialisers see shards that compute like whole tensors (:mod:`lightning_automod
 draw from rank 0's random state: so one seed gives one model, whatever the layout.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +25,9 @@ from lightning_automodel.sharding.units import class_name, distinct
 _FILL_BYTE = 0xA5
 
 _NUM_NAMED = 5
+
+_OF_SUBMODULES = "_init_weights"
+"""A model's method that initialises the module it is given."""
 
 _UNINITIALIZED = "lightning_automodel_uninitialized"
 """Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
@@ -74,18 +76,22 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], An
     """
     for module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
-            if _takes(module, name, 0):
+            if _has(module, name):
                 yield module, getattr(module, name)
                 break
-        if _takes(module, "_init_weights", 1):
-            initialize: Any = module._init_weights
-            has_its_own = [m for m in module.modules() if m is not module and _takes(m, "_init_weights", 1)]
-            elsewhere = {id(below) for m in has_its_own for below in m.modules()}
+        if _has(module, _OF_SUBMODULES):
+            initialize: Any = getattr(module, _OF_SUBMODULES)
+            has_its_own = [m for m in module.modules() if m is not module and _has(m, _OF_SUBMODULES)]
+            elsewhere = {below for m in has_its_own for below in m.modules()}
             for submodule in _children_first(module):
-                if id(submodule) not in elsewhere:
+                if submodule not in elsewhere:
                     yield submodule, partial(initialize, submodule)
-        elif _takes(module, "init_weights", 0):
+        elif _has(module, "init_weights"):
             yield module, module.init_weights  # type: ignore[misc]
+
+
+def _has(module: nn.Module, method: str) -> bool:
+    return callable(getattr(type(module), method, None))
 
 
 def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, nn.Module]) -> None:
@@ -140,17 +146,6 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
     """Modules, each once, in the order in which constructors finish."""
     below = [module for child in model.children() for module in _children_first(child)]
     return distinct([*below, model])
-
-
-def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
-    """Whether the class of ``module`` has a method ``name`` that takes ``num_arguments`` arguments."""
-    if not callable(getattr(type(module), name, None)):
-        return False
-    try:
-        inspect.signature(getattr(module, name)).bind(*[None] * num_arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -220,7 +220,7 @@ REFUSED = {
     another_style: "asks for colwise, which this strategy cannot carry out (it knows grouped_gemm and",
     not_dispatched: "spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not say ep_dispatch",
     replaced_forward: "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced",
-    five_experts: "does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid sizes are 1, 5.",
+    five_experts: "does not divide the 5 experts of Qwen3MoeExperts: valid sizes are 1, 5.",
 }
 
 
