@@ -76,10 +76,10 @@ def _drifted(named: list[tuple[str, Tensor]], group: dist.ProcessGroup, device: 
     if group.size() == 1:
         return []
     wide = wide_dtype(device)
-    sums = torch.stack([tensor.detach().sum(dtype=wide) for _, tensor in named]).to(device)
-    norms = torch.stack([torch.linalg.vector_norm(tensor.detach(), dtype=wide) for _, tensor in named])
-    largest = torch.cat([sums, -sums, norms.to(device)])
+    values = [tensor.detach() for _, tensor in named]
+    sums = torch.stack([value.sum(dtype=wide) for value in values])
+    norms = torch.stack([torch.linalg.vector_norm(value, dtype=wide) for value in values])
+    largest = torch.stack([sums, -sums, norms]).to(device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    largest_sums, negative_smallest_sums, largest_norms = largest.chunk(3)
-    differs = largest_sums + negative_smallest_sums > _ROUNDING * largest_norms
+    differs = largest[0] + largest[1] > _ROUNDING * largest[2]
     return [name for (name, _), is_different in zip(named, differs.tolist(), strict=True) if is_different]
