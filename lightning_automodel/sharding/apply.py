@@ -62,7 +62,7 @@ def apply_fsdp2(
             parameter.data = parameter.data.contiguous()
     shard = partial(
         fully_shard,
-        ignored_params={by_name[name] for name in plan.replicated},
+        ignored_params={parameter for name, parameter in by_name.items() if name in plan.replicated},
         **_sharding_options(run_mesh, options.cpu_offload),
     )
     for unit in plan.units:
