@@ -255,10 +255,6 @@ class Unit:
         """Whether an all-gather was started, and not waited for yet."""
         return any(map(_GATHER_RESULT, self.groups))
 
-    def gather(self) -> None:
-        """Gather its parameters, unless they are. A collective if not."""
-        gather(self.module)
-
     def retain(self) -> None:
         """Let modules show shards, and retain the memory of what was gathered."""
         for group in self.groups:
@@ -298,7 +294,7 @@ class Unit:
             for param in self.params:
                 param.free_unsharded_param()
         if self.is_pending:
-            self.gather()
+            gather(self.module)
         self.module.reshard()
 
     def forget_background_gather(self) -> None:

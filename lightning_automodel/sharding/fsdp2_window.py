@@ -293,7 +293,7 @@ class FSDP2Window(Engine):
         for unit in self.units:
             if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
                 unit.check_unwritten()
-                unit.gather()
+                fsdp2.gather(unit.module)
             elif unit.is_gathered:
                 unit.check_unwritten()
         window = backward.window

@@ -179,25 +179,23 @@ def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.norm()`` or ``torch.linalg.vector_norm(p)``: the root of the sum of all squares."""
+    """``p.norm()`` or ``torch.linalg.vector_norm(p)``: the root of the sum of all squares.
+
+    Or ``torch._foreach_norm(tensors)``, as ``torch.nn.utils.clip_grad_norm_`` asks for them.
+    """
     # torch passes on what its caller has left out.
     given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
     order = [*args[1:], *given.values()]
     if order not in ([], [2], ["fro"]) or not given.keys() <= {"p", "ord"}:
         return WHOLES
-    norms = foreach_norm(function, (args[:1],), {})
-    return norms if norms is WHOLES else norms[0]
-
-
-def foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them."""
-    tensors = args[0]
-    if kwargs or [*args[1:]] not in ([], [2]) or _needs_wholes(tensors):
+    is_list = not isinstance(args[0], Tensor)
+    tensors = args[0] if is_list else [args[0]]
+    if _needs_wholes(tensors):
         return WHOLES
     dtype = wide_dtype(tensors[0].device)
     squares = torch.stack(torch._foreach_norm(parts_of(tensors), dtype=dtype)).square()
     norms = add_up(squares, tensors, function).sqrt().to(tensors[0].dtype)
-    return list(norms.unbind())
+    return list(norms.unbind()) if is_list else norms[0]
 
 
 def _needs_wholes(tensors: Any) -> bool:

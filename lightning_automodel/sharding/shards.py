@@ -14,7 +14,6 @@ and have drawn alike since, then hold parts of one tensor.
 """
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,12 +127,10 @@ class Shard(DTensor):
             count_writes([self])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
-        with plain_access(), torch.no_grad():
-            copied: Any = with_part(DTensor, part_of(self).clone(), self)
-            if isinstance(self, nn.Parameter):
-                copied = nn.Parameter(copied)
-            make_shard(copied).parameter_name = self.parameter_name
-            copied.requires_grad_(self.requires_grad)
+        copied: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        copied.parameter_name = self.parameter_name
         return copied
 
 
@@ -235,7 +232,7 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return function(*args, **kwargs)
 
 
-def _gathered(inputs: list[Any]) -> list[Any]:
+def _gathered(inputs: Sequence[Any]) -> list[Any]:
     """What FSDP2's forwards use in place of shards; any other tensor is returned as it is."""
     found = []
     for tensor in inputs:
@@ -245,20 +242,15 @@ def _gathered(inputs: list[Any]) -> list[Any]:
     return found
 
 
-def _listed(inputs: Any) -> list[Any]:
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
-
-
 def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``torch.autograd.grad`` by shards, and by the gathered copies that the graph has in their place.
 
     What a rank's loss computes of both is added up: a collective, as penalties on shards are.
     """
-    keywords = inspect.signature(function).bind(*args, **kwargs).arguments
-    inputs = _listed(keywords.pop("inputs"))
+    outputs, inputs = args
     copies = _gathered(inputs)
-    may_be_unused = keywords.pop("allow_unused", None) or keywords.get("materialize_grads")
-    found = function(inputs=[*inputs, *copies], allow_unused=True, **keywords)
+    found = function(outputs, [*inputs, *copies], **{**kwargs, "allow_unused": True})
+    may_be_unused = kwargs["allow_unused"] or kwargs["materialize_grads"]
     gradients: list[Any] = []
     for tensor, copied, gradient, of_copy in zip(inputs, copies, found, found[len(inputs) :], strict=False):
         if gradient is None:
@@ -276,10 +268,12 @@ def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``backward(inputs=shards)``, also by the gathered copies that the graph has in their place."""
-    if kwargs.get("inputs") is not None:
-        inputs = _listed(kwargs["inputs"])
-        kwargs = {**kwargs, "inputs": list({*inputs, *_gathered(inputs)})}
-    return function(*args, **kwargs)
+    inputs = kwargs["inputs"]
+    if isinstance(inputs, Tensor):
+        inputs = [inputs]
+    if inputs is not None:
+        inputs = list({*inputs, *_gathered(inputs)})
+    return function(*args, **{**kwargs, "inputs": inputs})
 
 
 # --- Which rule a function follows ----------------------------------------------------------------------------------
@@ -327,8 +321,7 @@ _NAMES: dict[Function, Sequence[str]] = {
     _backward: ("backward",),
     parts.total: ("sum",),
     _equal: ("equal",),
-    parts.norm: ("norm", "linalg_vector_norm"),
-    parts.foreach_norm: ("_foreach_norm",),
+    parts.norm: ("norm", "linalg_vector_norm", "_foreach_norm"),
 }
 """The names of functions of torch that follow a rule, ``mul_`` as ``mul``."""
 
