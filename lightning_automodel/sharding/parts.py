@@ -186,7 +186,7 @@ def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     # torch passes on what its caller has left out.
     given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
     order = [*args[1:], *given.values()]
-    if order not in ([], [2], ["fro"]) or not given.keys() <= {"p", "ord"}:
+    if not given.keys() <= {"p", "ord"} or order not in ([], [2], ["fro"]):
         return WHOLES
     is_list = not isinstance(args[0], Tensor)
     tensors = args[0] if is_list else [args[0]]

@@ -28,13 +28,17 @@ def test_restores_what_was_there_last_first() -> None:
 
 
 def test_restore_twice_and_after_a_foreign_removal() -> None:
+    """The stack can be used again."""
     target = Target()
     patches = PatchStack()
-    patches.set(target, "step", lambda: "ours")
-    del target.step
-    patches.restore()
-    patches.restore()
-    assert target.step() == "class"
+    for removes in (True, False):
+        patches.set(target, "step", lambda: "ours")
+        if removes:
+            del target.step
+        patches.restore()
+        patches.restore()
+        assert target.step() == "class"
+        assert vars(target) == {}
 
 
 def test_what_nobody_would_call_is_refused() -> None:
@@ -62,13 +66,3 @@ def test_what_nobody_would_read_is_not_written() -> None:
     with pytest.raises(AttributeError, match="no setter"):
         overwrite(target, "read_only", 1)
     assert vars(target) == {"step": 1}
-
-
-def test_stack_can_be_used_again() -> None:
-    target = Target()
-    patches = PatchStack()
-    patches.restore()
-    patches.set(target, "step", lambda: "again")
-    assert target.step() == "again"
-    patches.restore()
-    assert vars(target) == {}

@@ -38,10 +38,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Events(Callback):
-    """The all-gathers, forwards and backwards of one micro-batch, by name, as they start on this rank."""
+    """The all-gathers, forwards and backwards of the first micro-batch, by name, as they start on this rank."""
 
-    def __init__(self, batch_idx: int) -> None:
-        self.batch_idx = batch_idx
+    def __init__(self) -> None:
         self.events = []
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
@@ -55,7 +54,7 @@ class Events(Callback):
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 
     def _note(self, event: str) -> None:
-        if self._trainer.fit_loop.epoch_loop.batch_idx == self.batch_idx:
+        if self._trainer.fit_loop.epoch_loop.batch_idx == 0:
             self.events.append(event)
 
     def on_before_backward(self, *args: Any) -> None:
@@ -68,18 +67,13 @@ class Events(Callback):
 def fit(
     options: dict[str, Any],
     make_model: Callable[[], nn.Module] = filled_decoder,
-    callbacks: tuple[Callback, ...] = (),
-    batch_idx: int = 0,
-    **kwargs: Any,
 ) -> tuple[Any, list[str], dict[str, Any]]:
-    """Weights, events of the micro-batch `batch_idx`, and what `describe` says."""
+    """Weights, events of the first micro-batch, and what `describe` says."""
     module = ModelModule(make_model())
-    events = Events(batch_idx)
+    events = Events()
     strategy = AutomodelStrategy(**options)
-    trainer = make_trainer(
-        strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs
-    )
-    trainer.fit(module, loader(CASE), loader(CASE) if kwargs.get("limit_val_batches") else None)
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events])
+    trainer.fit(module, loader(CASE))
     described = strategy.describe()
     assert not any(fsdp2.Unit(unit).is_pending for unit in fsdp2.fsdp_units(module))
     return prefixed(full_weights(module.model)), events.events, described
@@ -137,12 +131,6 @@ def test_auto_after_a_validation(pool2: RankPool) -> None:
             assert second[key] == first[key], key
         assert second["prefetch"] == 1
         assert second["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
-
-
-def test_what_is_retained_is_not_gathered_again(pool2: RankPool) -> None:
-    """In the second micro-batch of a window nothing is gathered."""
-    for _, events, _ in pool2.run(fit, {**LAYOUTS["kept"], "prefetch": 2}, batch_idx=1):
-        assert [event for event in events if event.startswith("gather")] == []
 
 
 class Irregular(TinyDecoder):

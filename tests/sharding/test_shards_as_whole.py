@@ -114,12 +114,13 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "norm by keyword": lambda g: g.norm(p=2),
     "first norm": lambda g: g.norm(p=1),
     "third norm": lambda g: torch.linalg.vector_norm(g, 3),
+    "norm of a keyword": lambda g: torch.linalg.vector_norm(x=g),
     "list": lambda g: torch.nn.utils.get_total_norm([g, g]),
     "norms of columns": lambda g: g.norm(dim=0),
     "largest": lambda g: g.norm(float("inf")),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),
 }
-GATHERED = {"first norm", "third norm", "norms of columns", "largest", "spectral norm"}
+GATHERED = {"first norm", "norm of a keyword", "third norm", "norms of columns", "largest", "spectral norm"}
 
 
 def _gathers_of_reductions() -> dict[str, int]:

@@ -211,7 +211,7 @@ def test_held_shards_are_not_written_in_a_step(pool2: RankPool) -> None:
     ("engine", "case"),
     [
         *(("resharded", case) for case in WRITTEN_IN_STEP),
-        *((engine, case) for engine in ("kept", "resharded", "whole") for case in WRITTEN_IN_HOOKS),
+        *((engine, case) for engine in ("kept", "resharded") for case in WRITTEN_IN_HOOKS),
     ],
 )
 def test_values_for_a_backward(pool2: RankPool, engine: str, case: str) -> None:
