@@ -307,11 +307,13 @@ class Unit:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
         for param in self.params:
             place = param._module_info
-            shown = getattr(place.module, place.param_name)
-            # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
-            is_layout = isinstance(shown, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
-            if shown is not param.sharded_param and shown is not param.unsharded_param and not is_layout:
-                return True
+            holders = [place.module, *place.shared_modules]
+            names = [place.param_name, *place.shared_param_names]
+            for shown in map(getattr, holders, names):
+                # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
+                is_layout = isinstance(shown, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
+                if shown is not param.sharded_param and shown is not param.unsharded_param and not is_layout:
+                    return True
         return False
 
 
