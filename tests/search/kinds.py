@@ -158,6 +158,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "trainer": dropped("trainer", "detect_anomaly"),
         },
     ),
+    # It divides by a norm, which is zero where nothing is counted.
+    (lambda c: c.snippet == "multiplied by a number that was read", {"gap": None}),
     (lambda c: c.rows is not None, {"parts": dropped("parts", "tied")}),
     (
         lambda c: any(each.startswith("teacher_") for each in c.writes),
