@@ -44,14 +44,13 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     """
     if group_size() == 1:
         return
-    connection = process_group.connection(timeout)
-    number = process_group.next_number(connection, "barriers")
+    number = process_group.next_number("barriers")
     at = f"barrier {number} ({name!r})"
     ranks = range(group_size())
     limit_s = timeout.total_seconds()
     running = heart.current()
     if running is None:
-        store = dist.PrefixStore(f"barrier/{number}", connection)
+        store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
         meeting.meet(store, at, group_rank(), ranks, None, limit_s)
     else:
         running.meet(at, ranks, None, limit_s)

@@ -116,11 +116,10 @@ def _meetings(
     # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
     # path holds the lowest rank, since torch may give one name to groups that share no rank.
     path = f"{group.group_name}.{min(members)}"
-    connection = process_group.connection(timeout)
-    path += f"/{process_group.next_number(connection, path)}"
+    path += f"/{process_group.next_number(path)}"
     name = f"FirstRankPerNode(scope={scope!r})"
     if running is None:
-        store = dist.PrefixStore(f"first_rank/{path}", connection)
+        store = dist.PrefixStore(f"first_rank/{path}", process_group.connection(timeout))
         running = Heart(rank, members, store, timeout.total_seconds())
         running.record.where = name
         running.start()

@@ -4,6 +4,7 @@ What this process knows of its default group:
 
     _kept, _kept_for    what lasts as long as the default group: its meshes, other groups, this process's connection to
                         its store, and, until this process has left, how it has joined, if not the caller made the group
+    _counted            how many runs, barriers and blocks there were in a group, the same on all ranks
     _has_failed         a run of several ranks has failed, so that this process joins no other group
 """
 
@@ -14,6 +15,8 @@ import multiprocessing.util
 import os
 import signal
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,6 +140,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 _kept: dict[object, Any] = {}
+_counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _kept_for: dist.ProcessGroup | None = None
 _has_failed = False
 """Whether a run of several ranks in a group of this package has failed: this process joins no other one."""
@@ -306,9 +310,14 @@ def connection(timeout: timedelta) -> dist.Store:
     return opened
 
 
-def next_number(store: dist.Store, what: str) -> int:
-    """1, 2, ... in a :func:`connection`: the same on ranks that have asked for ``what`` equally often."""
-    return store.add(f"{what}/{group_rank()}", 1)
+def next_number(what: str) -> int:
+    """1, 2, ... in the default group: the same on ranks that have asked for ``what`` equally often.
+
+    Without the store, whose host may be stopped while no watch runs.
+    """
+    counted = _counted.setdefault(dist.group.WORLD, Counter())
+    counted[what] += 1
+    return counted[what]
 
 
 def note_failure() -> None:

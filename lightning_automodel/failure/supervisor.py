@@ -195,7 +195,7 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         have_just_joined = not dist.is_initialized()
-        number = 0 if have_just_joined else process_group.next_number(connection, "runs")
+        number = 0 if have_just_joined else process_group.next_number("runs")
         store = dist.PrefixStore(f"run/{number}", connection)
         self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
         self.watch.find_ended = self.find_ended
