@@ -28,14 +28,11 @@ def choose(
             f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"
             " (load_from_checkpoint)."
         )
-    if saved["sizes"] == sizes:
-        origin = "by one rank alone, after a failure"
-    else:
-        origin = f"with a different world size ({saved['sizes']}, now {sizes})"
     say(
-        f"The checkpoint was saved {origin}: the data"
-        " goes on where it stopped, and each rank's random states, buffers and metrics of the epoch start"
-        " afresh. Without a DistributedSampler, samples of this epoch may be left out or used twice."
+        f"The checkpoint was saved with a different world size ({len(ranks)} ranks of {saved['sizes']}, now"
+        f" {world_size} of {sizes}): the data goes on where it stopped, and each rank's random states, buffers and"
+        " metrics of the epoch start afresh. Without a DistributedSampler, samples of this epoch may be left out or"
+        " used twice."
     )
     return carried_over(saved, sizes["data_parallel"])
 
