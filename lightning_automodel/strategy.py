@@ -382,7 +382,7 @@ class AutomodelStrategy(ParallelStrategy):
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _join(self) -> None:
-        process_group.check_world_size(self.num_nodes * self.num_processes)
+        self._check_existing_group()
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
@@ -391,7 +391,6 @@ class AutomodelStrategy(ParallelStrategy):
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
-            self.root_device,
             self._options.init_method,
             self._supervisor.check_processes,
             partial(
@@ -401,6 +400,16 @@ class AutomodelStrategy(ParallelStrategy):
                 where=self._where,
             ),
         )
+
+    def _check_existing_group(self) -> None:
+        asked = self.num_nodes * self.num_processes
+        size = process_group.group_size()
+        if dist.is_initialized() and size != asked:
+            raise ValueError(
+                f"The process group that exists has {size} ranks, and the Trainer asks for {asked} (devices x"
+                " num_nodes). Pass Trainer the devices and nodes of the group, or leave the group first, on all ranks:"
+                " destroy_global_state(), or torch.distributed.destroy_process_group() if your own code has made it."
+            )
 
     @override
     def setup_environment(self) -> None:

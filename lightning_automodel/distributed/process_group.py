@@ -91,16 +91,6 @@ def group_size() -> int:
     return 1
 
 
-def check_world_size(asked: int) -> None:
-    """Raise ValueError if the default group exists and has another size than the Trainer asks for. Not a collective."""
-    if dist.is_initialized() and group_size() != asked:
-        raise ValueError(
-            f"The process group that exists has {group_size()} ranks, and the Trainer asks for {asked} (devices x"
-            " num_nodes). Pass Trainer the devices and nodes of the group, or leave the group first, on all ranks:"
-            " destroy_global_state(), or torch.distributed.destroy_process_group() if your own code has made it."
-        )
-
-
 def _first_number(*names: str, default: int = 0) -> int:
     numbers = (join.number_in_environment(name, at_least=default) for name in names)
     return next((number for number in numbers if number is not None), default)
@@ -179,19 +169,19 @@ def initialize_distributed(
     timeout = parse_timeout(timeout_minutes)
     device = choose_device(backend, get_local_rank_preinit())
     if dist.is_initialized():
-        return _use_existing(backend, device)
-    found = join.locate(init_method, rank, world_size)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
-    _join(found, backend, timeout, lambda: None, lambda *_: None)
-    return DistInfo(backend, found.rank, found.world_size, device, found.rank == 0)
+        backend = _use_existing(backend)
+    else:
+        found = join.locate(init_method, rank, world_size)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        _join(found, backend, timeout, lambda: None, lambda *_: None)
+    return DistInfo(backend, group_rank(), group_size(), device, group_rank() == 0)
 
 
 def join_process_group(
     cluster_environment: ClusterEnvironment,
     backend: str,
     timeout: timedelta,
-    device: torch.device,
     init_method: str | None,
     check: Callable[[], None],
     on_joined: OnJoined,
@@ -203,7 +193,7 @@ def join_process_group(
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
-        _use_existing(backend, device)
+        _use_existing(backend)
         on_joined(dist.get_rank(), dist.get_world_size(), connection(timeout))
         return
     address = cluster_environment.main_address
@@ -223,7 +213,8 @@ def _refuse_after_failure() -> None:
         )
 
 
-def _use_existing(backend: str, device: torch.device) -> DistInfo:
+def _use_existing(backend: str) -> str:
+    """The backend of the default group, with a warning if another one is asked for."""
     _refuse_after_failure()
     network.choose_interface(os.environ.get("MASTER_ADDR", ""))  # for the groups that are still to be made
     actual = dist.get_backend()
@@ -231,7 +222,7 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     if backend.lower() not in served:
         message = "The default process group exists already, with backend %s: %s has no effect."
         log.warning(message, actual, backend)
-    return DistInfo(actual, group_rank(), group_size(), device, group_rank() == 0)
+    return actual
 
 
 def _join(

@@ -38,7 +38,7 @@ def own_process() -> str:
 
 def state_of(process: str) -> str:
     """What the process does, of which :func:`own_process` said ``process``: one of the constants above."""
-    if not process or not process.startswith(f"{_here()} "):
+    if not process.startswith(f"{_here()} "):
         return UNSEEN
     _, pid, started = process.split()
     try:

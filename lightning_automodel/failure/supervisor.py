@@ -89,16 +89,15 @@ class Supervisor:
         ``on_exception`` hooks and tears down: with groups of an accelerator, both would wait for collectives
         that nobody joins any more.
         """
-        watch = self.watch
-        if watch is not None:
-            process_group.note_failure()
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
-            if watch is not None and self._stops_together:
-                # They may still save together, watched until `close`, and nobody is stuck.
-                watch.leave()
-                return
+        watch = self.watch
         if watch is None:  # a single rank
+            return
+        process_group.note_failure()
+        if self._stops_together and isinstance(exception, lightning_internals.SIGTERMException):
+            # They may still save together, watched until `close`, and nobody is stuck.
+            watch.leave()
             return
 
         # What must be said before anything that may not return, as groups of an accelerator.

@@ -86,7 +86,7 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
     environment = LightningEnvironment()
     environment.set_global_rank(rank)
     environment.set_world_size(world_size)
-    join_process_group(environment, "gloo", BRIEF, torch.device("cpu"), None, lambda: None, lambda *_: None)
+    join_process_group(environment, "gloo", BRIEF, None, lambda: None, lambda *_: None)
 
 
 # --- Everybody comes --------------------------------------------------------------------------------------------------
