@@ -42,7 +42,7 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import GatheredUnit, Phase
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -154,6 +154,7 @@ class FSDP2Window(Engine):
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
+        self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._hooks: list[RemovableHandle] = []
         self.enter(Phase.HOOKS)
 
@@ -290,12 +291,18 @@ class FSDP2Window(Engine):
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         self._check_current()
+        self._written = []
         for unit in self.units:
-            if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
-                unit.check_unwritten()
+            was_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
+            if not (was_freed or unit.is_gathered):
+                continue
+            written = unit.written_since_forward()
+            self._written += written
+            if written or was_freed:
+                # The backward computes with the weights of now, as where FSDP2 gathers them for it.
+                unit.free()
+                unit.note_shards()
                 fsdp2.gather(unit.module)
-            elif unit.is_gathered:
-                unit.check_unwritten()
         window = backward.window
         if not window.trained <= self.tracked:
             self.track(window.trained)
@@ -308,7 +315,7 @@ class FSDP2Window(Engine):
         ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
         for unit in ran:
             if not unit.is_gathered:
-                unit.check_unwritten()
+                self._written += unit.written_since_forward()
             if gathers:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
         if self._reductions is not Reductions.NONE:
@@ -317,7 +324,7 @@ class FSDP2Window(Engine):
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
-        """See the base class. Raises if the backward has bypassed FSDP2."""
+        """See the base class. Raises if the backward bypassed FSDP2, or reached shards that were written before it."""
         reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
         if self._bypassed:
             raise RuntimeError(
@@ -331,6 +338,9 @@ class FSDP2Window(Engine):
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
                 " is gathered during all of training_step."
             )
+        for shard in self._written:
+            if shard in reached:
+                raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
         if not backward.ends:
             return reached
         trained = [parameter for parameter in backward.final if parameter in backward.window.trained]

@@ -33,6 +33,13 @@ _SUBSTITUTED = (
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
 
+WRITTEN_BEFORE_BACKWARD = (
+    "was written between a forward and its backward, for which FSDP2 has the values of one time alone. One process"
+    " would go on with those of the forward, with the new ones, or raise, as they were written. Write it"
+    f" {IN_HOOKS}, or pass data_parallel='ddp'."
+)
+"""Why a trained shard must not be written before a backward that reaches it."""
+
 WRITTEN_TWICE = (
     "was written while it was gathered, as a list or an optimizer holds its shard. Within a step, take"
     f" parameters from the module (self.parameters()), or write them {IN_HOOKS}."
@@ -230,19 +237,12 @@ class GatheredUnit(fsdp2.Unit):
         for shard in self._written_since(self._gathered_versions):
             raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
 
-    def check_unwritten(self) -> None:
-        """Raise RuntimeError if shards were written between a forward and its backward.
+    def written_since_forward(self) -> list[Any]:
+        """The shards that were written after the newest forward, whose backward comes next.
 
-        One process would go on with the values of the forward, with the new ones, or raise, as they were
-        written. What a step writes to its copies, while these stay gathered, the backward sees as in one process.
+        What a step writes to its copies, while these stay gathered, the backward sees as in one process.
         """
-        before = self._gathered_versions if self.is_gathered else self._forward_versions
-        for shard in self._written_since(before):
-            if shard.requires_grad:
-                raise RuntimeError(
-                    f"{shard.parameter_name} was written between a forward and its backward, for which FSDP2 has"
-                    f" the values of one time alone. Write it {IN_HOOKS}, or pass data_parallel='ddp'."
-                )
+        return self._written_since(self._gathered_versions if self.is_gathered else self._forward_versions)
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
@@ -269,6 +269,8 @@ class GatheredUnit(fsdp2.Unit):
             if writes_now != writes_before:
                 _write_back(param, not any(shard is one for one in written))
                 self._gathered_versions[number] += 1
+                if self._forward_versions:
+                    self._forward_versions[number] += 1
         self.forget_writes()
 
     def check_uncounted_writes(self) -> None:

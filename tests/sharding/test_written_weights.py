@@ -29,6 +29,7 @@ from tests.sharding.writers import (
     Writer,
     WritesHeld,
     WritesUncounted,
+    WritesUntrained,
     fit,
     fit_plainly,
     rows,
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
         f"clamped-{place}": (Clamps, (place,))
         for place in ("start", "end", "batch_start", "batch_end", "before_zero_grad", "before_hooks_forward")
     },
+    **{f"untrained-{what}": (WritesUntrained, (what,)) for what in ("teacher", "frozen")},
     "slices-counted": (WritesUncounted, ("counted", "end")),
     "reads": (Normalises, ("read",)),
     **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("start", "forward", "step")},
@@ -94,6 +96,8 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("offloaded", "clamped-start"),
     ("ddp", "clamped-before_zero_grad"),
     ("kept", "teacher-polyak-before_zero_grad"),
+    ("kept", "untrained-teacher"),
+    ("kept", "untrained-frozen"),
 )
 IN_LISTS = ("timm_ema", "hard_update", "foreach_mul_add")  # of state dicts, or whole parameters beside parts
 
@@ -130,7 +134,7 @@ def _combinations() -> list[Any]:
 
 def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
     make, args = CASES[case]
-    if case.startswith(("wgan", "freezes")) and "data_parallel" in options:
+    if case.startswith(("wgan", "freezes", "untrained")) and "data_parallel" in options:
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
     expected = Outcome(fit_plainly(make, args, **kwargs))
     kwargs.pop("num_ranks", None)

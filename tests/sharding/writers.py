@@ -376,6 +376,23 @@ class Clamps(Writer):
         self.clamp("batch_end")
 
 
+class WritesUntrained(Writer):
+    """Between a forward and its backward, writes what gets no gradient of it: trainable or frozen within the graph."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        if what == "teacher":
+            self.teacher.requires_grad_(True)
+        else:
+            self.student.head.requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        written = self.teacher if self.what == "teacher" else self.student.head
+        for p in written.parameters():
+            p.data.mul_(0.9)
+
+
 class WassersteinGAN(Writer):
     """Manual optimization: the critic is clamped before or after its step, and is used once more in the same step."""
 
