@@ -964,6 +964,12 @@ TRAININGS: dict[str, Training] = {
         says="losses differ in the replay",
     ),
 }
+LIKE_OTHERS = (
+    *("clipping", "samples", "slices", "overrides, ddp", "rows of a gradient, ddp"),
+    *("manual, accumulated", "manual, half", "manual, slices", "gan, ddp", "gan, accumulated"),
+)
+"""Those that another one resembles, each in the sweep alone: the same module elsewhere, or two things that are each
+in one of their own."""
 
 
 class ManualSlices(Manual):

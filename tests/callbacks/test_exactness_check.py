@@ -26,6 +26,7 @@ from lightning_automodel.callbacks.exactness.moment import Moment, leaving_no_tr
 from lightning_automodel.distributed import collectives
 from tests.callbacks import random_trainings
 from tests.callbacks.exactness import (
+    LIKE_OTHERS,
     SLICED,
     TRAININGS,
     Attending,
@@ -42,7 +43,10 @@ from tests.trainer.exactness import SILENT
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] if name in LIKE_OTHERS else []) for name in TRAININGS],
+)
 def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
     """What is wrong is reported with its reason; what is right, never; what cannot be checked, as not checked."""
     training = TRAININGS[name]
@@ -166,12 +170,13 @@ def test_a_true_single_batch(strategy: str, pool2: RankPool) -> None:
 
 def four_ranks() -> list[tuple[str | None, str]]:
     """Replicas of shards, tensor and context parallelism beside sharding, another strategy with sharded parameters."""
-    wide = Training(data=lambda rank: sentences(rank // 2), module=ByColumns)
+    plain = Training(trainer={"accumulate_grad_batches": 1})
+    wide = replace(plain, data=lambda rank: sentences(rank // 2), module=ByColumns)
     trainings = [
-        Training(options={"data_parallel_replicate_size": 2}),
+        replace(plain, options={"data_parallel_replicate_size": 2}),
         replace(wide, options={"tensor_parallel_size": 2}),
         replace(wide, module=Attending, options=SLICED),
-        Training(lambda: ShardedByHand(), strategy="sharded by hand", check={"raises": False}),
+        replace(plain, module=ShardedByHand, strategy="sharded by hand", check={"raises": False}),
     ]
     checks = [run(training)[0] for training in trainings]
     return [(check.verdict, check.report) for check in checks]
@@ -194,7 +199,7 @@ def test_four_ranks(pool4: RankPool) -> None:
     for found in pool4.run(four_ranks):
         verdicts = [verdict for verdict, _ in found]
         assert verdicts == ["exact", "exact", "exact", "wrong"], found
-        assert "Micro-batches weigh 12.5 % in them, where" in found[3][1]
+        assert "Micro-batches weigh 25 % in them, where" in found[3][1]
 
 
 def raise_if_wrong() -> str:
@@ -274,9 +279,10 @@ def test_on_a_command_line() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
 @pytest.mark.parametrize("strategy", random_trainings.STRATEGIES)
-def test_no_false_alarm(strategy: str, precision: str, pool2: RankPool) -> None:
+@pytest.mark.parametrize("numbers", [[0, 1], pytest.param([2], marks=pytest.mark.sweep)])
+def test_no_false_alarm(strategy: str, precision: str, numbers: list[int], pool2: RankPool) -> None:
     """Random trainings that are right are called exact, a few of those that were tried."""
-    found = random_trainings.right(pool2, [0, 1, 2], strategy, precision)
+    found = random_trainings.right(pool2, numbers, strategy, precision)
     assert [each for each in found if each[1] != "exact"] == []
 
 
@@ -284,6 +290,6 @@ def test_no_false_alarm(strategy: str, precision: str, pool2: RankPool) -> None:
 @pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
 def test_power(precision: str, pool2: RankPool) -> None:
     """The same under Lightning's ddp on unequal counts, which are wrong, are called that."""
-    found = random_trainings.wrong(pool2, [0, 1, 2, 3], precision)
-    assert len(found) > 2
+    found = random_trainings.wrong(pool2, [0, 1, 2], precision)
+    assert len(found) > 1
     assert [each for each in found if each[1] != "wrong"] == []
