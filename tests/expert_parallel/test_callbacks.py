@@ -28,8 +28,8 @@ class Grouped(SpreadModule):
 
 
 def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
-    check = ExactnessCheck(steps=2)
-    fit(options, Grouped, callbacks=[check])
+    check = ExactnessCheck(steps=1)
+    fit(options, Grouped, callbacks=[check], max_steps=2)
     return check.verdict, check.report
 
 

@@ -62,7 +62,12 @@ def expected(pool4: RankPool) -> dict[str, Tensor]:
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("saving", "resuming", "form"),
-    [("two", "four", {}), ("four", "none", {}), ("none", "replicas", {}), ("replicas", "four", ONE_FILE)],
+    [
+        pytest.param("two", "four", {}, marks=pytest.mark.sweep),  # both are below
+        ("four", "none", {}),
+        ("none", "replicas", {}),
+        ("replicas", "four", ONE_FILE),
+    ],
 )
 def test_another_layout(
     pool4: RankPool,
