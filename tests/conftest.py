@@ -11,15 +11,12 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import tests.entry_points  # noqa: F401  # for the Trainers of this process
-from tests.processes import start_importing
-from tests.rank_pool import RankPool
-from tests.second_device import build
+if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
 
 SLOW = (
     "callbacks/test_exactness_check.py",
@@ -73,9 +70,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do."""
-    torch.set_num_threads(1)
+    """One thread for the references: with more, waiting for each other costs far more than these tiny tensors do.
+
+    The process that only hands tests to xdist's workers imports nothing: they would wait for it. And nothing that is
+    imported or collected is garbage, which the collector would look for many times.
+    """
     config.option.loadscopereorder = False  # xdist's, by which files with most tests run first
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    gc.disable()
+    import torch
+
+    import tests.entry_points  # noqa: F401  # for the Trainers of this process
+    from tests.processes import start_importing
+
+    torch.set_num_threads(1)
     if not config.option.collectonly:
         start_importing()
 
@@ -88,14 +97,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any(
         "extension" in item.fixturenames for item in session.items
     ):
+        from tests.second_device import build
+
         build.compile_ahead()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
 def pool1() -> Iterator[RankPool]:
     """One gloo rank, started at the first call and shared by the whole run."""
+    from tests.rank_pool import RankPool
+
     pool = RankPool(1)
     yield pool
     pool.stop()
@@ -104,6 +118,8 @@ def pool1() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[RankPool]:
     """Two gloo ranks, started at the first call and shared by the whole run."""
+    from tests.rank_pool import RankPool
+
     pool = RankPool(2)
     yield pool
     pool.stop()
@@ -112,6 +128,8 @@ def pool2() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[RankPool]:
     """Four gloo ranks, started at the first call and shared by the whole run."""
+    from tests.rank_pool import RankPool
+
     pool = RankPool(4)
     yield pool
     pool.stop()
@@ -120,6 +138,8 @@ def pool4() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def extension() -> None:
     """The second device, compiled before any rank waits for it."""
+    from tests.second_device import build
+
     if build.compiler() is None:
         pytest.skip("needs a C++ compiler")
     build.built()
@@ -128,6 +148,9 @@ def extension() -> None:
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
     """Undo what a test did to this process: environment, dtype, threads, seed; a process group left is an error."""
+    import torch
+    import torch.distributed as dist
+
     environment = os.environ.copy()
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
