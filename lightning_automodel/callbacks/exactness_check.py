@@ -89,9 +89,7 @@ class ExactnessCheck(Callback):
         given = TokenWeighting(
             per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
         )
-        self._given: TokenWeighting | None = None
-        if count is not None or given != TokenWeighting():
-            self._given = given
+        self._given = given if count or given != TokenWeighting() else None
         self._num_steps = steps
         self._patches = PatchStack()
         self._raises = raises

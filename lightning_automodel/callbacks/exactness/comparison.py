@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.callbacks.exactness.lockstep import LockStep, ReplayError, agree
 from lightning_automodel.callbacks.exactness.parts import Parts
-from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.exactness.words import percent
+from lightning_automodel.callbacks.exactness.verdict import StepResult, percent
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
@@ -44,9 +43,12 @@ def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
 
 def compare(lockstep: LockStep, unit: str, asks_forwards: bool) -> StepResult:
     """Compare a window with one batch, by forwards alone too if ``asks_forwards``. A collective over the world."""
-    step = StepResult([turn.count for turn in lockstep.turns], is_sharded=lockstep.is_sharded)
-    step.unequal = _unequal(lockstep.parameters)
-    step.is_manual = not lockstep.module.automatic_optimization
+    step = StepResult(
+        counts=[turn.whole_count for turn in lockstep.turns],
+        unequal=_unequal(lockstep.parameters),
+        is_manual=not lockstep.module.automatic_optimization,
+        is_sharded=lockstep.is_sharded,
+    )
     run = lockstep.recorded.gradients or {}
     with lockstep.apart():
         try:
@@ -82,16 +84,15 @@ def _reason_against(lockstep: LockStep) -> str | None:
 
 def _replay(step: StepResult, lockstep: LockStep, run: Parts, unit: str) -> None:
     """Fill in what a replay shows. ReplayError if it cannot be judged."""
-    exact, samples, losses = lockstep.one_batch()
-    again, _, _ = lockstep.one_batch(scale=0.75, reverse=True)  # which rounds differently
+    exact, samples, losses = lockstep.one_batch(lockstep.turns)
+    again, _, _ = lockstep.one_batch(lockstep.turns[::-1], scale=0.75)  # which rounds differently
     has_written = lockstep.write(lockstep.weights) and not step.is_manual
     if "16" in str(lockstep.module.trainer.precision_plugin.precision):
         eps = torch.finfo(torch.bfloat16).eps
     else:
         eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
     numel = {name: parameter.numel() for name, parameter in lockstep.parameters.items()}
-    off = lockstep.norms(run, exact)
-    step.judge(off, lockstep.norms(again, exact), lockstep.norms(exact), numel, eps)
+    step.judge(lockstep.norms(run, exact), lockstep.norms(again, exact), lockstep.norms(exact), numel, eps)
     step.explain(samples, lockstep.sample(run), unit)
     agree(_problem_of(step, lockstep, losses, has_written))
 
@@ -102,9 +103,9 @@ def _problem_of(step: StepResult, lockstep: LockStep, losses: list[float], has_w
         return "training_step writes weights, which a micro-batch would find as another wrote them"
     tolerance = 1e-2 if step.is_half else 1e-5
     pairs = [
-        (turn.recorded.loss, loss)
+        (turn.loss, loss)
         for turn, loss in zip(lockstep.turns, losses, strict=True)
-        if abs(turn.recorded.loss - loss) > tolerance * abs(turn.recorded.loss)
+        if abs(turn.loss - loss) > tolerance * abs(turn.loss)
     ]
     if pairs:
         return (

@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_automodel.callbacks.exactness.words import plural
 from lightning_automodel.gradients.loss_graph import LossTerm
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import TokenWeighting
@@ -18,23 +17,25 @@ _LOOKS = 100
 
 @dataclass
 class MicroBatch:
-    """One backward of this rank: what its training step was given, and what is known of its loss.
+    """One backward of a rank, and what is known of its loss.
 
     Attributes:
-        pickled: The whole batch of the step and the moment before it; empty if that is not possible.
-        step: How many training steps this rank had begun.
+        step: How many training steps its rank had begun.
         backward: How many backwards its step had.
         loss: As it was in the run.
         count: What it should weigh; NaN if it cannot be counted.
         parts: Those of its loss; empty if the graph does not tell.
+        source: The rank that sends the batch to all.
+        whole_count: Of all slices of the batch.
     """
 
-    pickled: bytes
     step: int
     backward: int
     loss: float
     count: float
     parts: list[LossTerm]
+    source: int = 0
+    whole_count: float = math.nan
 
     @property
     def divisor(self) -> float:
@@ -138,3 +139,8 @@ class Counting:
         if doubt := self.doubt():
             return f"{subject}: taken on trust, as {doubt}."
         return f"{subject}: agrees with the loss, which divides by it."
+
+
+def plural(noun: str) -> str:
+    """The plural of a countable noun."""
+    return noun + ("es" if noun.endswith("ch") else "s")

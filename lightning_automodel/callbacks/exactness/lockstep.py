@@ -12,7 +12,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -55,30 +55,6 @@ def agree(problem: str | None) -> None:
     found = next(filter(None, collectives.gather_objects(problem)), None)
     if found is not None:
         raise ReplayError(found)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A micro-batch that all ranks compute: the rank that has it, as which of its own, and what is known of it."""
-
-    source: int
-    index: int
-    count: float  # of all slices
-    recorded: MicroBatch  # of the rank that has computed the slice which this rank has
-
-    @staticmethod
-    def all_of(by_rank: Sequence[tuple[int, list[MicroBatch]]], num_slices: int) -> list["Turn"]:
-        """The micro-batches of all ranks, by each one's number of its data and its own micro-batches."""
-        ranks = sorted(range(len(by_rank)), key=lambda rank: by_rank[rank][0])
-        num_peers = len(ranks) // len({data for data, _ in by_rank})
-        position = ranks.index(group_rank()) % num_peers
-        turns = []
-        for first in range(0, len(ranks), num_peers):
-            records = [by_rank[rank][1] for rank in ranks[first : first + num_peers]]
-            for index, parts in enumerate(zip(*records, strict=True)):
-                count = sum(part.count for part in parts) * num_slices / num_peers
-                turns.append(Turn(ranks[first], index, count, parts[position]))
-        return turns
 
 
 @dataclass
@@ -126,10 +102,25 @@ class LockStep:
         self._context = None if self._run is None else self._run.micro_batches.context
         self._num_slices = 1 if self._context is None else self._context.group.size()
         sampler = trainer.distributed_sampler_kwargs or {}
-        shown = [replace(each, pickled=b"") for each in recorded.micro_batches]
-        by_rank = collectives.gather_objects((sampler.get("rank", trainer.global_rank), shown))
+        number = sampler.get("rank", trainer.global_rank)  # of the rank's data
+        by_rank = collectives.gather_objects((number, recorded.micro_batches))
         self.is_counted = counting.settle([each for _, records in by_rank for each in records])
-        self.turns = Turn.all_of(by_rank, self._num_slices)
+        self.turns = self._in_turn(by_rank)
+
+    def _in_turn(self, by_rank: Sequence[tuple[int, list[MicroBatch]]]) -> list[MicroBatch]:
+        """The micro-batches of all ranks, by the number of each one's data; of slices, those of this rank's place."""
+        ranks = sorted(range(len(by_rank)), key=lambda rank: by_rank[rank][0])
+        num_peers = len(ranks) // len({data for data, _ in by_rank})
+        position = ranks.index(group_rank()) % num_peers
+        turns = []
+        for first in range(0, len(ranks), num_peers):
+            records = [by_rank[rank][1] for rank in ranks[first : first + num_peers]]
+            for slices in zip(*records, strict=True):
+                turn = slices[position]
+                turn.source = ranks[first]
+                turn.whole_count = sum(each.count for each in slices) * self._num_slices / num_peers
+                turns.append(turn)
+        return turns
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -208,15 +199,12 @@ class LockStep:
 
     # --- One micro-batch --------------------------------------------------------------------------------------
 
-    def compute(self, turn: Turn, weights: Sequence[Parts], scale: float | None = None) -> Computed:
+    def compute(self, turn: MicroBatch, weights: Sequence[Parts], scale: float | None = None) -> Computed:
         """Compute a micro-batch's forward, and the backward of its share times ``scale`` if there is one.
 
         ``weights`` are written before its training step, and in place of each step of an optimizer in it.
         """
-        sent = b""
-        if turn.source == group_rank():
-            sent = self.recorded.micro_batches[turn.index].pickled
-        received = collectives.broadcast_object(sent, turn.source)
+        received = collectives.broadcast_object(self.recorder.batches.get(turn.step), turn.source)
         if not received:
             raise ReplayError("a batch cannot be pickled, for other ranks")
         written = iter(weights)
@@ -224,7 +212,7 @@ class LockStep:
         found: list[Computed] = []
 
         def backward(loss: Tensor, output: Any) -> None:
-            if next(numbers) != turn.recorded.backward:
+            if next(numbers) != turn.backward:
                 return
             share = self._share(loss, output, turn)
             self._clear_gradients()
@@ -245,9 +233,7 @@ class LockStep:
             if self.module.automatic_optimization:
                 backward(loss_of(output), output)
             if not found:
-                raise RuntimeError(
-                    f"training_step has not called manual_backward {turn.recorded.backward} times"
-                )
+                raise RuntimeError(f"training_step has not called manual_backward {turn.backward} times")
 
         with PatchStack() as patches:
             patches.set(
@@ -279,13 +265,13 @@ class LockStep:
         with self._trainer.precision_plugin.train_step_context(), attention:
             return self.module.training_step(batch, *rest)
 
-    def _share(self, loss: Tensor, output: Any, turn: Turn) -> Tensor:
+    def _share(self, loss: Tensor, output: Any, turn: MicroBatch) -> Tensor:
         """[] the share of a ``loss`` [] in that of one batch."""
         aux = None
         if self._run is not None:
             aux = self._weighting.aux_loss(output, is_counted_ahead=True)
-        total = max(sum(other.count for other in self.turns), 1e-30)
-        share = self._weighting.objective(loss, turn.recorded.count, aux_loss=aux) / total
+        total = max(sum(other.whole_count for other in self.turns), 1e-30)
+        share = self._weighting.objective(loss, turn.count, aux_loss=aux) / total
         if aux is not None:
             share = share + aux / len(self.turns)
         return share * self._num_slices
@@ -314,21 +300,21 @@ class LockStep:
     # --- One batch --------------------------------------------------------------------------------------------
 
     def one_batch(
-        self, scale: float = 1.0, reverse: bool = False
+        self, turns: Sequence[MicroBatch], scale: float = 1.0
     ) -> tuple[Parts, list[Tensor], list[float]]:
-        """Compute the gradients of all micro-batches as one batch, from losses times ``scale``.
+        """Compute the gradients of all micro-batches as one batch, in this order, from losses times ``scale``.
 
         Returns these, [k] what each micro-batch adds to sampled entries of them, and its loss on this rank.
         """
         scale *= loss_scale(self._trainer)
-        losses = [0.0] * len(self.turns)
-        samples = [torch.zeros(0)] * len(self.turns)
+        losses = []
+        samples = []
         total: Parts = {}
-        for number, turn in sorted(enumerate(self.turns), reverse=reverse):
-            weights = self.recorder.weights.get(turn.recorded.step, [self.weights])
+        for turn in turns:
+            weights = self.recorder.weights.get(turn.step, [self.weights])
             computed = self.compute(turn, weights, scale)
-            losses[number] = computed.loss
-            samples[number] = self.sample(computed.gradients) / scale
+            losses.append(computed.loss)
+            samples.append(self.sample(computed.gradients) / scale)
             for name, gradient in computed.gradients.items():
                 total[name] = gradient + total.get(name, 0)
         return {name: gradient / scale for name, gradient in total.items()}, samples, losses

@@ -45,12 +45,14 @@ class Recorder:
     Attributes:
         parameters: By name; shards, also where the module shows gathered ones.
         finished: The windows that have ended.
+        batches: By training step, its whole batch and the moment before it, pickled, where that is possible.
         weights: By training step of manual optimization, those before it and after each step of an optimizer in it.
     """
 
     def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
         self.parameters = dict(trainer.lightning_module.named_parameters())
         self.finished: list[RecordedWindow] = []
+        self.batches: dict[int, bytes] = {}
         self.weights: dict[int, list[Parts]] = {}
         self._trainer = trainer
         self._module: pl.LightningModule = trainer.lightning_module
@@ -63,6 +65,7 @@ class Recorder:
     def start(self) -> None:
         """Record from the next training step on."""
         self.finished = []
+        self.batches = {}
         self.weights = {}
         self._unfinished = {}
         is_automatic = self._module.automatic_optimization
@@ -109,10 +112,9 @@ class Recorder:
         self._batch = batch
         moment = Moment.of(self._module, self._trainer.strategy.root_device)
         arguments = (batch if context is None else context.whole, *rest)
-        self._pickled = b""
-        with suppress(Exception):  # such as a lock in the batch
-            self._pickled = pickle.dumps((move_data_to_device(arguments, "cpu"), moment))
         self._num_steps += 1
+        with suppress(Exception):  # such as a lock in the batch
+            self.batches[self._num_steps] = pickle.dumps((move_data_to_device(arguments, "cpu"), moment))
         self._num_backwards = 0
         if not self._module.automatic_optimization:
             self.weights[self._num_steps] = []
@@ -126,11 +128,9 @@ class Recorder:
         self._num_backwards += 1
         count = self._counting.count(self._module, self._batch, output, loss)
         value = float(loss.detach())
-        self._newest = MicroBatch(
-            self._pickled, self._num_steps, self._num_backwards, value, count, averaged_parts(loss)
-        )
+        self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, averaged_parts(loss))
         if self._run is None and loss.requires_grad:
-            self._watch_backward(loss, self._newest)
+            self._watch_backward(loss)
 
     def _after_backward(self, backward: BackwardPass) -> None:
         """``.grad`` holds the part of its window alone, which is final if that ends."""
@@ -140,7 +140,7 @@ class Recorder:
         if backward.ends:
             self._finish(recorded, 1.0)
 
-    def _watch_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def _watch_backward(self, loss: Tensor) -> None:
         """Under another strategy: note what ``.grad`` holds before a window and after its backwards."""
         recorded = self._unfinished.setdefault(None, RecordedWindow())
 
@@ -149,7 +149,7 @@ class Recorder:
 
         if not recorded.micro_batches:
             loss.register_hook(note_older)
-        recorded.micro_batches.append(micro_batch)
+        recorded.micro_batches.append(self._newest)
         scale = loss_scale(self._trainer)
         torch_internals.when_backward_ends(loss, functools.partial(self._finish, recorded, scale))
 

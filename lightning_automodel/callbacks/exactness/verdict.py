@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.words import number_of, percent, plural, range_of
+from lightning_automodel.callbacks.exactness.counting import Counting, plural
 from lightning_automodel.data.samplers import Ranks, repeats
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_size
@@ -110,7 +109,7 @@ class StepResult:
             self.is_wrong = True  # by a weight that rounding does not explain, in half precision
             right = counts[used] / counts.sum()
             self.explanation = (
-                f"Micro-batches weigh {range_of(factors * right)} in them, where {range_of(right)} is right,"
+                f"Micro-batches weigh {_range_of(factors * right)} in them, where {_range_of(right)} is right,"
                 f" as they hold that of the {plural(unit)}."
             )
         if self.is_half and not self.is_wrong and self.gradient_error > _DOUBTFUL * self.rounding:
@@ -143,7 +142,7 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
         return [f"ExactnessCheck: {found.upper()}. There was no optimizer step."]
     lines = [
         f"ExactnessCheck: {found.upper()}{_resting_on(steps[0], counting) if found == EXACT else ''} in"
-        f" {number_of(len(steps), 'window')} on {number_of(group_size(), 'rank')}."
+        f" {_number_of(len(steps), 'window')} on {_number_of(group_size(), 'rank')}."
     ]
     if wrong_count:
         lines.append(f"The count is wrong: {wrong_count}")
@@ -197,7 +196,7 @@ def _resting_on(first: StepResult, counting: Counting) -> str:
 def _of_counts(steps: Sequence[StepResult], unit: str) -> str:
     """What micro-batches weigh in gradients that are exact."""
     counts = torch.tensor(steps[0].counts, dtype=torch.float64)
-    weights = range_of(counts / counts.sum().clamp_min(1e-300))
+    weights = _range_of(counts / counts.sum().clamp_min(1e-300))
     everywhere = {count for step in steps for count in step.counts}
     text = f"Micro-batches weigh {weights} in them, as they hold that of the {plural(unit)}."
     if len(everywhere) == 1 and unit != "micro-batch":
@@ -221,3 +220,25 @@ def of_cost(seconds: float, size: int) -> str:
         f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
         f" {_COPIES * mib:.3g} MiB and its micro-batches."
     )
+
+
+# --- Numbers in words -----------------------------------------------------------------------------------------
+
+
+def percent(value: float) -> str:
+    """A share in percent."""
+    return f"{100 * value:.3g} %"
+
+
+def _range_of(values: Tensor) -> str:
+    """The smallest and the largest of some shares."""
+    low = percent(float(values.min()))
+    high = percent(float(values.max()))
+    if low == high:
+        return low
+    return f"{low} to {high}"
+
+
+def _number_of(number: int, noun: str) -> str:
+    """A number with its noun, such as "2 ranks"."""
+    return f"{number} {noun if number == 1 else plural(noun)}"
