@@ -67,9 +67,13 @@ def _reason_against(lockstep: LockStep) -> str | None:
     recorded = lockstep.recorded
     if recorded.gradients is None:
         return "no backward of the loss that training_step has returned was seen"
-    graded = {name: lockstep.parameters[name] for name in recorded.gradients}
-    plain = {name: parameter for name, parameter in graded.items() if not isinstance(parameter, DTensor)}
-    hooked = [name for name, parameter in plain.items() if torch_internals.has_hooks(parameter)]
+    hooked = [
+        name
+        for name, parameter in lockstep.parameters.items()
+        if name in recorded.gradients
+        and not isinstance(parameter, DTensor)
+        and torch_internals.has_hooks(parameter)
+    ]
     if hooked:
         return (
             f"{list_first(hooked, 4)} has a hook (register_hook), which sees something else in each"
@@ -77,7 +81,7 @@ def _reason_against(lockstep: LockStep) -> str | None:
         )
     weights = lockstep.recorder.weights
     found = [weights[each.step][0] for each in recorded.micro_batches if weights]
-    if any(not torch.equal(each[name], found[0][name]) for each in found for name in graded):
+    if any(not torch.equal(each[name], found[0][name]) for each in found for name in recorded.gradients):
         return "weights are written within a window that trains them"
     return None
 
