@@ -109,11 +109,6 @@ class Draws(Iterator[Any]):
             self.number += 1
         return self.begun
 
-    def begin_last(self, limit: float) -> bool:
-        """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
-        self.begin(self.number + 1)
-        return self.number >= limit or not self.ahead(1)
-
     def ahead(self, number: int) -> list[BatchHandle]:
         """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
         while len(self._handles) < number and self._draw():

@@ -73,9 +73,7 @@ def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
                 f" {', '.join(map(repr, _NEUTRAL))}."
             )
         tensor = torch.as_tensor(value)
-        if tensor.is_floating_point():
-            dtype = tensor.dtype
-        else:
-            dtype = torch.get_default_dtype()
+        # Of integers, the default dtype of floats.
+        dtype = torch.result_type(tensor, 1.0)
         neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
         log(**{**given.arguments, "value": neutral_value, "batch_size": 0})

@@ -1,7 +1,8 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -41,7 +42,6 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _TRAIN = "train"
-_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -78,13 +78,12 @@ class UnevenInputs:
         self._say = say
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
-        self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
-        self._next = NO_BATCH  # to evaluate after this one, if ranks have unequally many
+        self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
+        self._next = NO_BATCH  # to evaluate after it
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
-        self._handle = NO_BATCH  # of the evaluation step
 
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
@@ -109,20 +108,18 @@ class UnevenInputs:
         total = len(sampler.dataset)
         if not self.is_training:
             return sharing_out(loader, sampler, total), False
-        if not (self._pads or isinstance(sampler.num_replicas, Ranks)):
-            if keeps_its_length(sampler):
-                self._say_repeats(sampler, "which is not the Trainer's own: leave it out")
+        ends_early = may_end_early(loader)
+        is_of_trainer = isinstance(sampler.num_replicas, Ranks)
+        if not self._pads and (ends_early or not is_of_trainer):
+            if is_of_trainer or keeps_its_length(sampler):
+                self._say(
+                    f"{repeats(sampler)}, which is not the Trainer's own, or over which an __iter__ of yours"
+                    " iterates: leave that out, or pass AutomodelStrategy(uneven_inputs='pad')."
+                )
             return loader, False
-        if may_end_early(loader):
-            if not self._pads:
-                self._say_repeats(sampler, "over which an __iter__ of your own iterates: leave that out")
-                return loader, False
-        elif loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
+        if not ends_early and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)):
             return sharing_out(loader, sampler, total - total % sampler.num_replicas), False
         return sharing_out(loader, sampler, total), True
-
-    def _say_repeats(self, sampler: Any, reason: str) -> None:
-        self._say(f"{repeats(sampler)}, {reason}, or pass AutomodelStrategy(uneven_inputs='pad').")
 
     def _compared(self, loader: Any, pads: bool) -> Any:
         """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches."""
@@ -137,7 +134,6 @@ class UnevenInputs:
         if not self.is_training:
             if empty := [rank for rank, length in enumerate(lengths) if length == 0]:
                 raise ValueError(without_evaluation_data(empty))
-            self._uneven.add(self._stage)
             return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
         if pads and (problem := self._against_padding(loader)) is not None:
             raise ValueError(
@@ -198,17 +194,22 @@ class UnevenInputs:
             if not self.is_training or "epoch" in hook or hook == "on_train_start":
                 log(*args, **kwargs)
                 return
-            is_in_step = self._is_in_step
-            self._is_in_step = True  # a mean is over the ranks that have data
-            try:
+            with self._in_step():  # a mean is over the ranks that have data
                 if self.is_filler:
                     log_neutral(log, *args, **kwargs)
                 else:
                     log(*args, **kwargs)
-            finally:
-                self._is_in_step = is_in_step
 
         return log_data
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        is_in_step = self._is_in_step
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = is_in_step
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
@@ -244,15 +245,12 @@ class UnevenInputs:
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
-        self._is_in_step = True
-        try:
+        with self._in_step():
             if not self.is_filler:
                 return step()
             self._before_padding = ModuleState(self._trainer.lightning_module)
             with isolate_rng():
                 return step()
-        finally:
-            self._is_in_step = False
 
     def end_padding(self) -> None:
         """Restore what a step on a padding batch, or its backward, has changed in the module."""
@@ -279,20 +277,13 @@ class UnevenInputs:
         """
         stops = begin()
         self._num_evaluated += 1
-        self._handle = NO_BATCH
-        if self._stage in self._uneven:
-            self._begin_evaluated_batch(args)
-        else:
-            self._next = NO_BATCH
-        self._is_in_step = True
-        try:
+        self._begin_evaluated_batch(args)
+        with self._in_step():
             output = step(*args)
-        finally:
-            self._is_in_step = False
         while self._next.is_filler and self._next.ranks_without():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._send_next(False)
+            self._next.sent = PendingGather(self._group, False)
             stops = begin()
             self._num_evaluated += 1
             join()
@@ -309,8 +300,15 @@ class UnevenInputs:
             )
 
     def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
-        """Note the batch that is about to be evaluated, and the next one; ValueError if its loader is not known."""
-        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
+        """Note the batch that is about to be evaluated, and the next one, where ranks may have unequally many.
+
+        The other ranks are told whether this one has a next batch. ValueError if the loader is not known.
+        """
+        self._handle = NO_BATCH
+        self._next = NO_BATCH
+        loaders = CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
+        if not any(isinstance(loader, TrackedLoader) for loader in loaders):
+            return
         is_one = len(loaders) == 1
         step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.
@@ -323,16 +321,13 @@ class UnevenInputs:
         index = 0 if is_one else args[2]
         loader = loaders[index]
         if not isinstance(loader, TrackedLoader):  # all ranks have equally many batches of it
-            self._next = NO_BATCH
             return
-        is_last = loader.draws.begin_last(self._evaluation_loop.max_batches[index])
-        if loader.draws.number > 1:
-            self._handle = self._next
-        self._send_next(not is_last)
-
-    def _send_next(self, has_next: bool) -> None:
-        """Tell the other ranks whether this one has a batch to evaluate after this one."""
-        self._next = BatchHandle(False, not has_next, sent=PendingGather(self._group, has_next))
+        draws = loader.draws
+        self._handle = draws.begin(draws.number + 1)
+        # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
+        is_last = draws.number >= self._evaluation_loop.max_batches[index] or not draws.ahead(1)
+        self._next = BatchHandle(is_none=False, is_filler=True) if is_last else draws.ahead(1)[0]
+        self._next.sent = PendingGather(self._group, not is_last)
 
     def check_reduction(self) -> None:
         """Raise RuntimeError, before a reduction or gathering over ranks, if some have ended and evaluate no batch."""
@@ -389,9 +384,7 @@ class UnevenInputs:
 
     @property
     def _evaluation_loop(self) -> Any:
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
-            self._stage
-        ]
+        return getattr(trainer, f"{trainer.state.fn.value}_loop")

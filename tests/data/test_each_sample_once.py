@@ -405,7 +405,7 @@ def test_repeated_samples_are_told_of(pool2: RankPool) -> None:
     assert second["told"] == []
     assert len(first["told"]) == 1
     assert first["told"][0].startswith(TOLD)
-    why = "a DistributedSampler, which is not the Trainer's own: leave it out, or pass AutomodelStrategy("
+    why = "a DistributedSampler, which is not the Trainer's own, or over which an __iter__ of yours"
     assert why in first["told"][0]
     order = order_of([first, second])
     assert len(order) == 22
