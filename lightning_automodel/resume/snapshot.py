@@ -80,23 +80,23 @@ def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[
 
 def flags(module: "pl.LightningModule") -> dict[str, Any]:
     """What hooks may switch: modes of modules, which parameters train, the length of windows."""
-    return {
-        **{f"{name}.training": child.training for name, child in module.named_modules()},
-        **{
-            f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()
-        },
-        "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
-    }
+    return {name: getattr(owner, attribute) for name, owner, attribute in _switches(module)}
+
+
+def _switches(module: "pl.LightningModule") -> Iterator[tuple[str, Any, str]]:
+    """Names of switches, with the objects and attributes that hold them."""
+    for name, child in module.named_modules():
+        yield f"{name}.training", child, "training"
+    for name, parameter in module.named_parameters():
+        yield f"{name}.requires_grad", parameter, "requires_grad"
+    yield "accumulate_grad_batches", module.trainer, "accumulate_grad_batches"
 
 
 def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> None:
     """Set some of what :func:`flags` returned."""
-    for name, child in module.named_modules():
-        child.training = switched.get(f"{name}.training", child.training)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad = switched.get(f"{name}.requires_grad", parameter.requires_grad)
-    length = switched.get("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
-    module.trainer.accumulate_grad_batches = length
+    for name, owner, attribute in _switches(module):
+        if name in switched:
+            setattr(owner, attribute, switched[name])
 
 
 def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> list[str]:
