@@ -456,7 +456,7 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup" and self.lightning_module is not None:
             checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
-            weight_averaging.delay_setup(self.lightning_module, self._patches)
+            weight_averaging.delay_setup(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
             self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:

@@ -5,10 +5,10 @@ that this machine's host name resolves to. On some machines that is the loopback
 reach: gloo would hang, or fail on some ranks.
 """
 
-import fcntl
 import os
 import socket
 import struct
+import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -35,7 +35,10 @@ def choose_interface(host: str) -> str:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, DISCARD))
         own: str = asking.getsockname()[0]
-        if not (os.environ.get(GLOO_INTERFACE) or own.startswith(LOOPBACK)):
+        is_chosen = os.environ.get(GLOO_INTERFACE) or own.startswith(LOOPBACK)
+        if sys.platform == "linux" and not is_chosen:
+            import fcntl
+
             for _, name in socket.if_nameindex():
                 with suppress(OSError):  # without an IPv4 address
                     request = struct.pack("256s", name.encode()[:15])

@@ -11,19 +11,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
+from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.units import class_name, is_sharded
 
 
-def delay_setup(module: pl.LightningModule, patches: PatchStack) -> None:
-    """Delay the ``setup`` of averaging callbacks until :func:`set_up`: before, ``module`` is not what is trained."""
+def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
+    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
+
+    It is sharded, or some of its tensors have no values, or it will be converted to float64: validations,
+    which swap average and weights, would round these.
+    """
+    is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
     for callback in _averaging(module):
-        patches.set(callback, "setup", lambda *_, **__: None)
+        if shards or is_converted or meta_init.names_without_values(module):
+            patches.set(callback, "setup", lambda *_, **__: None)
 
 
 def set_up(module: pl.LightningModule) -> None:
