@@ -23,6 +23,7 @@ from tests.sharding.writers import (
     Freezes,
     InForward,
     Normalises,
+    StepsBetweenForwards,
     Teaches,
     TeachesInParallel,
     WassersteinGAN,
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
         for place in ("start", "end", "batch_start", "batch_end", "before_zero_grad", "before_hooks_forward")
     },
     **{f"untrained-{what}": (WritesUntrained, (what,)) for what in ("teacher", "frozen")},
+    "steps-between-forwards": (StepsBetweenForwards, ()),
     "slices-counted": (WritesUncounted, ("counted", "end")),
     "reads": (Normalises, ("read",)),
     **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("start", "forward", "step")},
@@ -98,6 +100,7 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "teacher-polyak-before_zero_grad"),
     ("kept", "untrained-teacher"),
     ("kept", "untrained-frozen"),
+    ("kept", "steps-between-forwards"),
 )
 IN_LISTS = ("timm_ema", "hard_update", "foreach_mul_add")  # of state dicts, or whole parameters beside parts
 

@@ -428,6 +428,23 @@ class WassersteinGAN(Writer):
         return [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
 
 
+class StepsBetweenForwards(Writer):
+    """Manual optimization: a forward has gathered the weights that an optimizer then steps, and another one follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.distance(batch), num_label_tokens=len(batch))
+            with torch.no_grad():
+                self.student(batch)
+            optimizer.step()
+
+
 # --- Running them -----------------------------------------------------------------------------------------------------
 
 
