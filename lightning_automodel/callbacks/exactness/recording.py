@@ -80,7 +80,8 @@ class Recorder:
         # The engine calls this one when it has prepared weights and buffers.
         self._watch(self._module, "training_step", self._before_step, after_step)
         if self._run is not None:
-            self._patches.set(self._run.windows, "on_backward", self._after_backward)
+            self._run.windows.on_backward = self._after_backward
+            self._patches.callback(setattr, self._run.windows, "on_backward", None)
         if is_automatic:
             return
         self._watch(self._trainer.strategy, "backward", before_manual_backward)
