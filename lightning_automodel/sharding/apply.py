@@ -55,14 +55,13 @@ def apply_fsdp2(
     where it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
     LightningModule calls.
     """
-    by_name = dict(model.named_parameters())
-    for parameter in by_name.values():
+    for parameter in model.parameters():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     shard = partial(
         fully_shard,
-        ignored_params={parameter for name, parameter in by_name.items() if name in plan.replicated},
+        ignored_params={p for name, p in model.named_parameters() if name in plan.replicated},
         **_sharding_options(run_mesh, options.cpu_offload),
     )
     for unit in plan.units:

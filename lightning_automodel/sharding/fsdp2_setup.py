@@ -36,15 +36,15 @@ def shard_module(
             plan = units.plan_sharding(
                 module, options.auto_wrap_policy, module.automatic_optimization, whole
             )
-            sharded = {n: p for n, p in module.named_parameters() if n not in plan.replicated}
-            checks.check_shardable(sharded)
+            named = module.named_parameters()
+            checks.check_shardable({name: p for name, p in named if name not in plan.replicated})
         tensor_parallel.distribute(module, mesh)
         apply.broadcast_states(module, mesh)
         if plan is not None:
             apply.apply_fsdp2(module, plan, mesh, options, policy)
     give_values()
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
-    report = _described(module, plan) | memory.choose(module, placement, options)
+    report = _described(module) | memory.choose(module, placement, options)
     if not report["reshard_during_accumulation"]:
         report["reshard_after_forward"] = False
     elif plan is not None:
@@ -57,22 +57,17 @@ def shard_module(
     return report | {"prefetch": ahead, "prefetch_reason": reason, "cpu_offload": options.cpu_offload}
 
 
-def _described(module: pl.LightningModule, plan: units.ShardingPlan | None) -> dict[str, Any]:
+def _described(module: pl.LightningModule) -> dict[str, Any]:
     """What is said of the FSDP2 modules, whoever has made them, and of parameters that stay whole."""
     roots: list[Any] = list(units.fsdp_roots(module))
     below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]
     heads = [unit for unit in below if units.is_head(unit)]
     names = {submodule: name for name, submodule in module.named_modules()}
-    reasons = {} if plan is None else plan.replicated
     return {
         "roots": [names[root] or units.class_name(root) for root in roots],
         "units": units.described(module, [unit for unit in below if unit not in heads]),
         "head": units.described(module, heads),
-        "replicated": {
-            name: reasons.get(name, "left whole where the model was sharded")
-            for name, parameter in module.named_parameters()
-            if not isinstance(parameter, DTensor)
-        },
+        "replicated": [name for name, p in module.named_parameters() if not isinstance(p, DTensor)],
     }
 
 

@@ -97,15 +97,15 @@ def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, cast_forward_inputs=False, output_dtype=None)
 
 
-def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Parameters that stay whole and keep their dtype under a half-precision policy, with the reason.
+def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
+    """Names of parameters that stay whole and keep their dtype under a half-precision policy.
 
     No policy casts running statistics, and torch requires the parameters beside them in their dtype.
     """
     if policy.param_dtype not in HALF:
-        return {}
+        return set()
     return {
-        name: "beside running statistics"
+        name
         for path, module in model.named_modules()
         if isinstance(getattr(module, "running_mean", None), Tensor)
         for name, _ in module.named_parameters(path, recurse=False)

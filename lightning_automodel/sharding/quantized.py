@@ -5,14 +5,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 
-def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Frozen parameters that FSDP2 cannot shard, or whose codes ``policy`` would cast, by name with the reason.
+def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
+    """Names of frozen parameters that FSDP2 cannot shard, or whose codes ``policy`` would cast.
 
     FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training.
     Raises ValueError for a trainable parameter of another class, and for one whose sharded model could not
     be saved.
     """
-    reasons = {}
+    whole = set()
     for name, parameter in model.named_parameters():
         kind = type(parameter).__name__
         if isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather"):
@@ -21,7 +21,7 @@ def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]
         if type(parameter) is nn.Parameter or (parameter.is_floating_point() and not has_parts(parameter)):
             is_float8 = parameter.is_floating_point() and parameter.dtype.itemsize == 1
             if is_float8 and policy.param_dtype not in (None, parameter.dtype):
-                reasons[name] = f"{parameter.dtype}, which is not to be converted to {policy.param_dtype}"
+                whole.add(name)
             continue
         if parameter.requires_grad:
             raise ValueError(
@@ -35,8 +35,8 @@ def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]
                 " buffer, so a sharded model could not be saved. Load the model in 4 bit (Linear4bit), or"
                 " pass data_parallel='ddp'."
             )
-        reasons[name] = f"quantised ({kind})"
-    return reasons
+        whole.add(name)
+    return whole
 
 
 def has_parts(tensor: Tensor) -> bool:

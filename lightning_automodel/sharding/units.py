@@ -1,8 +1,8 @@
 """Which modules become FSDP units."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ _Place = tuple[nn.Module | None, nn.Module | None]  # a root and a unit below it
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole, with the reason.
+    """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole.
 
     ``head``, if any, is gathered with its root, and stays gathered as long. Only its gradient is reduced by
     itself.
@@ -33,7 +33,7 @@ class ShardingPlan:
 
     roots: list[nn.Module]
     units: list[nn.Module]
-    replicated: dict[str, str] = field(default_factory=dict)
+    replicated: set[str]
     head: nn.Module | None = None
 
 
@@ -51,7 +51,7 @@ def plan_sharding(
     model: nn.Module,
     policy: WrapPolicy,
     root_is_model: bool,
-    whole: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> ShardingPlan:
     """Decide which modules become FSDP units; the model is unchanged.
 
@@ -62,7 +62,7 @@ def plan_sharding(
     one. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
     Without one, a large head is a group of its own within the root.
 
-    ``whole`` has parameters that the caller leaves whole, by name with the reason.
+    ``whole`` has the names of parameters that the caller leaves whole.
 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
@@ -76,7 +76,7 @@ def plan_sharding(
         large = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_large(m)]
     found = distinct(unit for start in starts for unit in _find_units(start, policy) if unit not in roots)
     places = _places(model, roots, {*found, *large})
-    replicated = _find_replicated(model, places) | dict(whole or {})
+    replicated = _find_replicated(model, places).union(whole)
     units = [unit for unit in found if _is_apart(unit, places)]
     # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
     # last, that of the embedding: after the whole backward, which then hides neither of them.
@@ -98,17 +98,17 @@ def _places(
     """Where each parameter is reached, by all its names: the outermost root and unit of each way, if any."""
     places: dict[nn.Parameter, set[_Place]] = defaultdict(set)
 
-    def visit(module: nn.Module, root: nn.Module | None, unit: nn.Module | None) -> None:
+    above: dict[str, _Place] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, _ = path.rpartition(".")
+        root, unit = above.get(parent, (None, None))
         if root is None and module in roots:
             root = module
         if unit is None and module in units:
             unit = module
+        above[path] = root, unit
         for parameter in module.parameters(recurse=False):
             places[parameter].add((root, unit))
-        for child in module.children():
-            visit(child, root, unit)
-
-    visit(model, None, None)
     return places
 
 
@@ -118,24 +118,20 @@ def _is_apart(module: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> 
     return len(of_all) == 1 and of_all.pop()[1] is module
 
 
-def _find_replicated(model: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> dict[str, str]:
-    """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
+def _find_replicated(model: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> set[str]:
+    """Names of what FSDP2 cannot take: scalars, empty and complex parameters, and those of no root or of several.
+
+    It reduces the gradients of a unit in one real dtype. Those of a TorchScript module cannot be replaced.
+    """
     scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     in_scripts = {parameter for module in scripted for parameter in module.parameters()}
-    reasons: dict[str, str] = {}
+    found = set()
     for name, parameter in model.named_parameters():
         roots = {root for root, _ in places[parameter]}
-        if parameter.ndim == 0:
-            reasons[name] = "a scalar"
-        elif parameter.numel() == 0:
-            reasons[name] = "empty"
-        elif parameter.is_complex():
-            reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
-        elif parameter in in_scripts:
-            reasons[name] = "in a TorchScript module"  # whose parameters cannot be replaced
-        elif len(roots) > 1 or None in roots:
-            reasons[name] = "outside of every FSDP root, or shared between several"
-    return reasons
+        is_unfit = parameter.ndim == 0 or parameter.numel() == 0 or parameter.is_complex()
+        if is_unfit or parameter in in_scripts or len(roots) > 1 or None in roots:
+            found.add(name)
+    return found
 
 
 def mark_head(module: nn.Module) -> None:

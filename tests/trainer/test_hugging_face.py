@@ -121,7 +121,7 @@ def test_own_loss(
         assert not any("label_shift" in message for message in said)
         if "data_parallel" not in options:
             assert described["units"] == expected_units
-            assert described["replicated"] == {}
+            assert described["replicated"] == []
 
 
 def test_which_models_shift_labels() -> None:
