@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,6 @@ from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
 
 Outputs = dict[tuple[nn.Module, int], Tensor]
@@ -155,7 +153,7 @@ class FirstStepCheck:
                 found[submodule, numbers[submodule]] = torch_internals.local_tensor(tensor).clone()
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
-            call_as_step(self._module, partial(module, *arguments[0], **arguments[1]))
+            module(*arguments[0], **arguments[1])
         return found
 
     @contextmanager

@@ -1,10 +1,9 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from lightning_automodel.distributed.mesh import (
     num_expert_ranks,
 )
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import cast_around, outermost_calls, step_policy, unit_policy
@@ -35,9 +35,6 @@ from lightning_automodel.sharding.units import (
     mark_head,
 )
 
-T = TypeVar("T")
-
-_AS_STEP = "lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
@@ -150,15 +147,6 @@ def _run_steps_as_forward(
         # What holds units may be called directly too: a wrapper's ``generate`` does.
         if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
             part.forward = outermost(part.forward)
-    vars(model)[_AS_STEP] = outermost(lambda function: function())
-
-
-def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
-    """Call ``function`` with the parameters of all roots gathered, as for a step. Without roots, just call it."""
-    for root in fsdp_roots(model):
-        if (around := vars(root).get(_AS_STEP)) is not None:
-            function = partial(around, function)
-    return function()
 
 
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
@@ -222,16 +210,11 @@ def broadcast_tensors(
 
     A collective over the group.
     """
-    if group.size() == 1:
+    sent = [(tensor, tensor.detach().to(device).contiguous()) for tensor in tensors if tensor.numel() > 0]
+    if group.size() == 1 or not sent:
         return
-    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
-    num_bytes = 0
-    for tensor in tensors:
-        num_bytes += tensor.nbytes
-        buckets[tensor.device, tensor.dtype, num_bytes // _BROADCAST_BUCKET_BYTES].append(tensor)
-    for bucket in buckets.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
-        # As bytes: no backend knows every dtype.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+    # As bytes: no backend knows every dtype.
+    in_bytes = [values.view(-1).view(torch.uint8) for _, values in sent]
+    torch_internals.broadcast_coalesced(in_bytes, group, _BROADCAST_BUCKET_BYTES)
+    for tensor, values in sent:
+        tensor.copy_(values)

@@ -36,7 +36,6 @@ STEPS = {
     "validation_step",
     "test_step",
     "predict_step",
-    "lightning_automodel_as_step",
 }
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": {Block}}
 RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {

@@ -140,7 +140,7 @@ def _expected(net: nn.Module) -> Outcome:
 def test_adapters_beside_frozen_codes(pool2: RankPool, options: dict[str, Any]) -> None:
     """Exact; the codes stay whole, are rank 0's on every rank, and are said to be."""
     expected = _expected(coded_net())
-    names = {f"model.blocks.{index}.base.weight": "quantised (Codes)" for index in range(3)}
+    names = [f"model.blocks.{index}.base.weight" for index in range(3)]
     for outcome, replicated in pool2.run(_fit_codes, options):
         assert weight_error(outcome, expected) <= TOLERANCE
         assert replicated == (None if options == STRATEGIES["ddp"] else names)
