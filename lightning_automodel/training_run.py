@@ -207,10 +207,7 @@ class TrainingRun:
         if not self._options.is_sharded:
             return DDPEngine(module, self._placement, options, fitting, self._give_values)
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
-        computes_otherwise = precision.unit_dtypes(module) - {policy.param_dtype}
-        if not precision.is_applied(policy, module) and (
-            options.mp_policy is not None or computes_otherwise
-        ):
+        if precision.is_overruled(policy, options.mp_policy, module):
             self.advice.say_once(
                 f"mp_policy={options.mp_policy} beside precision={self.plugin.precision!r} has no effect on a model"
                 " that was sharded before, with another policy."

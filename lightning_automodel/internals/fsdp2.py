@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD
@@ -123,9 +123,9 @@ def was_unsharded(group: FSDPParamGroup) -> bool:
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
-def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
-    """The policies that parameters of FSDP2 units at or below ``model`` follow."""
-    return [param.mp_policy for group in fsdp_param_groups(model) for param in group.fsdp_params]
+def fsdp_params(model: nn.Module) -> list[FSDPParam]:
+    """What FSDP2 knows of each parameter of its units at or below ``model``."""
+    return [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
 
 
 def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) -> None:

@@ -86,12 +86,11 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     they are not on the device.
     """
     unsharded = gradients = state = 0
-    for group in fsdp2.fsdp_param_groups(model):
-        for param in group.fsdp_params:
-            numel = fsdp2.unsharded_numel(param)
-            unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
-            if param.sharded_param.requires_grad:
-                gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
+    for param in fsdp2.fsdp_params(model):
+        numel = fsdp2.unsharded_numel(param)
+        unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
+        if param.sharded_param.requires_grad:
+            gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for local in parts_of(trained):
         if local.device.type == device.type:

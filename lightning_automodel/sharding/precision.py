@@ -180,12 +180,6 @@ def leave_casting_to_units(plugin: Precision, dtypes: "Dtypes", patches: PatchSt
         patches.set(plugin, "forward_context", nullcontext)
 
 
-def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
-    dtypes = {policy.param_dtype for policy in fsdp2.mixed_precision_policies(model)}
-    return {dtype for dtype in dtypes if dtype is not None}
-
-
 def enabled_scaler(plugin: Precision) -> GradScaler | None:
     """The plugin's gradient scaler; None where it has none or a disabled one."""
     scaler = getattr(plugin, "scaler", None)
@@ -205,16 +199,13 @@ class Dtypes:
     @classmethod
     def of(cls, model: nn.Module, parameters: Collection[nn.Parameter]) -> "Dtypes":
         """Those of ``model``, which has these ``parameters``."""
-        computed: set[torch.dtype | None] = set()
+        params = fsdp2.fsdp_params(model)
         with plain_access():
             held = {parameter.dtype for parameter in parameters}
             reduced = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
-            for group in fsdp2.fsdp_param_groups(model):
-                for param in group.fsdp_params:
-                    computed.add(param.mp_policy.param_dtype)
-                    if param.sharded_param.requires_grad:
-                        reduced.add(fsdp2.unsharded_gradient_dtype(param))
-        return cls(held, {dtype for dtype in computed if dtype is not None}, reduced)
+            trained = [param for param in params if param.sharded_param.requires_grad]
+        reduced.update(map(fsdp2.unsharded_gradient_dtype, trained))
+        return cls(held, {param.mp_policy.param_dtype for param in params} - {None}, reduced)
 
     def pass_float16(self, plugin: Precision) -> bool:
         """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
@@ -222,23 +213,23 @@ class Dtypes:
         return plugin.precision in ("16-mixed", "16-true") or torch.float16 in found
 
 
-def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
-    """Whether an FSDP2 unit at or below ``model`` was made with this policy, or there is none yet."""
-    applied = fsdp2.mixed_precision_policies(model)
-    forms = (policy, unit_policy(policy), step_policy(policy))
-    return not applied or any(form in applied for form in forms)
+def is_overruled(policy: MixedPrecisionPolicy, asked: MixedPrecisionPolicy | None, model: nn.Module) -> bool:
+    """Whether ``model`` was sharded before, with another policy than was ``asked``, or for another precision."""
+    applied = {param.mp_policy for param in fsdp2.fsdp_params(model)}
+    if asked is None:
+        return not {each.param_dtype for each in applied} <= {None, policy.param_dtype}
+    return bool(applied) and applied.isdisjoint([policy, unit_policy(policy), step_policy(policy)])
 
 
 def describe_dtypes(plugin: Precision, dtypes: Dtypes) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result."""
-    held = {dtype for dtype in dtypes.held if dtype.is_floating_point}
-    in_autocast = set[torch.dtype]()
-    if isinstance(plugin, MixedPrecision):
-        in_autocast.add(FSDP2_PRECISIONS[plugin.precision])
+    computed = dtypes.computed
+    if not computed and isinstance(plugin, MixedPrecision):
+        computed = {FSDP2_PRECISIONS[plugin.precision]}
     return {
         "trainer": str(plugin.precision),
-        "parameters": _names(held),
-        "computation": _names(dtypes.computed or in_autocast or held),
+        "parameters": _names(dtypes.held),
+        "computation": _names(computed or dtypes.held),
         "reduction": _names(dtypes.reduced),
     }
 

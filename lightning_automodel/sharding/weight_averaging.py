@@ -1,8 +1,8 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook, where it is not sharded or converted yet, or has no values, or
-FSDP2 refuses the copy. So their hook runs once the module is distributed, with a copy that is distributed like it.
-Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook. A module that will be sharded or converted to float64, or has no
+values yet, is not what they would average, and FSDP2 refuses to copy a sharded one. For such a module their hook runs
+later, and gets a copy that is sharded like it. Each rank averages its own shards, without communication.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from lightning_automodel.sharding.units import class_name, is_sharded
 def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
     """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
 
-    It is sharded, or some of its tensors have no values, or it will be converted to float64: validations,
-    which swap average and weights, would round these.
+    It will be sharded, or some of its tensors have no values yet, or it will be converted to float64: validations,
+    which swap average and weights, would round these. Else they run at their time.
     """
     is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
     for callback in _averaging(module):
@@ -35,7 +35,7 @@ def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -
 
 
 def set_up(module: pl.LightningModule) -> None:
-    """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
+    """Run the hooks that were delayed, if any, now that ``module`` is what will be trained. Not a collective."""
     stage = module.trainer.state.fn
     assert stage is not None
     with PatchStack() as while_copying:
@@ -57,28 +57,22 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def save(callback: Callback, *args: Any) -> None:
+    def swap(callback: Callback, swap_models: Callable[..., None], *args: Any) -> None:
+        swap_models(*args)
+        swapped.symmetric_difference_update([callback])
+
+    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
         checkpoint = args[-1]
         if callback in swapped and "current_model_state" in checkpoint:
             average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    following: dict[str, Callable[..., None]] = {
-        "on_validation_epoch_start": lambda callback, *_: swapped.add(callback),
-        "on_validation_epoch_end": lambda callback, *_: swapped.discard(callback),
-        "on_save_checkpoint": save,
-    }
-
-    def call_both(callback: Callback, hook: Callable[..., None], name: str, *args: Any) -> None:
-        hook(*args)
-        following[name](callback, *args)
-
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name in following:
-                hook = getattr(callback, name)
-                patches.set(callback, name, partial(call_both, callback, hook, name))
+            for name, function in {"_swap_models": swap, "on_save_checkpoint": save}.items():
+                patches.set(callback, name, partial(function, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
 
