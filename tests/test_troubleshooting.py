@@ -42,7 +42,7 @@ NOT_MESSAGES = {
         "what rank 0 says where all is well"
     ),
     "… ranks have joined at … (backend …).": "a log line where all is well",
-    "manual optimization may step between two forwards of one training step": "in describe()",
+    "auto: manual optimization may step between two forwards of a step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state, and what else is kept (… MiB)": "in describe()",
     "one rank reduces nothing": "in describe()",
@@ -57,10 +57,7 @@ NOT_MESSAGES = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
     "<…, which a shard has replaced>": "how it is printed",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
-    "one rank gathers nothing": "in describe()",
-    "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",
-    "auto: what FSDP2 does by itself": "in describe()",
-    "…, which is not to be converted to …": "in describe()",
+    "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
     "only allowed to backward once on any region computed under selective": "torch's own message, which ours explains",
@@ -76,9 +73,6 @@ NOT_MESSAGES = {
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
     "… of … (group … of optimizer …)": "a part of `Ranks step with different options`",
     "the work of rank … in … …": "what others wait for, a part of `is missing at`",
-    "in a TorchScript module": "in describe()",
-    "left whole where the model was sharded": "in describe()",
-    "outside of every FSDP root, or shared between several": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",

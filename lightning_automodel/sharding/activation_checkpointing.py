@@ -118,14 +118,23 @@ def checkpoint_blocks(
     names = _names(model, blocks, f"activation_checkpointing={choice!r}")
     for block, name in zip(blocks, names, strict=True):
         layer = uncompiled(block)
-        if _has_switch(layer) and not layer.training:
+        checkpointed = _Checkpoint(layer, kwargs, choice == "offload")
+        patches.callback(setattr, checkpointed, "is_on", False)
+        # A Hugging Face layer has a switch: its own checkpointing keeps the cache from being filled twice.
+        if not isinstance(getattr(type(layer), "gradient_checkpointing", None), bool):
+            before = vars(block).get("forward")
+            # The forward alone: the block's hooks do not run again. No closure, which deep copies would share.
+            block.forward = partial(checkpointed, block.forward)
+            patches.callback(_unwrap, block, block.forward, before)
+        elif not layer.training:
             raise ValueError(
                 f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
                 " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
                 " before trainer.fit."
             )
-    for block in blocks:
-        _let_recompute(block, _Checkpoint(uncompiled(block), kwargs, choice == "offload"), patches)
+        elif not layer.gradient_checkpointing:
+            patches.set(layer, "gradient_checkpointing", True)
+            patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
     return names
 
 
@@ -139,20 +148,6 @@ def _names(model: nn.Module, blocks: list[nn.Module], option: str) -> list[str]:
     return described(model, blocks)
 
 
-def _let_recompute(block: nn.Module, checkpointed: _Checkpoint, patches: PatchStack) -> None:
-    """Run ``block`` through ``checkpointed`` from now on, a Hugging Face layer by its own switch."""
-    patches.callback(setattr, checkpointed, "is_on", False)
-    layer = uncompiled(block)
-    if not _has_switch(layer):
-        before = vars(block).get("forward")
-        # The forward alone: the block's hooks do not run again. No closure, which deep copies would share.
-        block.forward = partial(checkpointed, block.forward)
-        patches.callback(_unwrap, block, block.forward, before)
-    elif not layer.gradient_checkpointing:
-        patches.set(layer, "gradient_checkpointing", True)
-        patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
-
-
 def _unwrap(block: nn.Module, wrapped: Callable[..., Any], forward: Callable[..., Any] | None) -> None:
     """Give ``block`` back its ``forward``, None if that is its class's, unless it was wrapped again (by casts)."""
     if vars(block).get("forward") is not wrapped:
@@ -160,11 +155,6 @@ def _unwrap(block: nn.Module, wrapped: Callable[..., Any], forward: Callable[...
     del block.forward
     if forward is not None:
         block.forward = forward
-
-
-def _has_switch(block: nn.Module) -> bool:
-    """Whether this is a Hugging Face layer: its own checkpointing keeps the cache from being filled twice."""
-    return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
 def offloaded_activations() -> saved_tensors_hooks:

@@ -1,7 +1,7 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -51,10 +51,17 @@ def shard_module(
         report["reshard_after_forward"] = options.reshard_after_forward
     shard_parameters(module, accept_hooks=options.count_window_ahead)
     is_cpu = placement.device.type == "cpu"
-    ahead, reason = _num_gathers_ahead(options.prefetch, mesh.fsdp.size(), is_cpu)
+    ahead = options.prefetch
+    if mesh.fsdp.size() == 1:
+        ahead = 0
+    elif ahead == "auto":
+        ahead = int(is_cpu)
+        report["prefetch_reason"] = (
+            "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0"
+        )
     if ahead:
         set_prefetch(module, ahead, in_background=is_cpu)
-    return report | {"prefetch": ahead, "prefetch_reason": reason, "cpu_offload": options.cpu_offload}
+    return report | {"prefetch": ahead, "cpu_offload": options.cpu_offload}
 
 
 def _described(module: pl.LightningModule) -> dict[str, Any]:
@@ -69,14 +76,3 @@ def _described(module: pl.LightningModule) -> dict[str, Any]:
         "head": units.described(module, heads),
         "replicated": [name for name, p in module.named_parameters() if not isinstance(p, DTensor)],
     }
-
-
-def _num_gathers_ahead(option: int | Literal["auto"], num_ranks: int, waits: bool) -> tuple[int, str]:
-    """How many units ahead all-gathers start, and why. ``waits``: FSDP2 by itself waits for each of them."""
-    if num_ranks == 1:
-        return 0, "one rank gathers nothing"
-    if option != "auto":
-        return option, f"prefetch={option}"
-    if waits:
-        return 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
-    return 0, "auto: what FSDP2 does by itself"

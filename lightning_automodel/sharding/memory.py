@@ -20,9 +20,12 @@ PARAMETERS = "unsharded_parameters"
 GRADIENTS = "deferred_gradients"
 STATE = "sharded_state"
 
+_DEFER = "defer_fsdp_grad_sync"
+_RESHARD = "reshard_during_accumulation"
+
 
 def choose(module: pl.LightningModule, placement: Placement, options: StrategyOptions) -> dict[str, Any]:
-    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``, and say why, for ``describe()``.
+    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation`` for ``describe()``; why, if they are "auto".
 
     Gradients come first: parameters are kept gathered during a window if they fit beside them. A collective
     over the world: the rank that is short of memory decides for all.
@@ -30,33 +33,27 @@ def choose(module: pl.LightningModule, placement: Placement, options: StrategyOp
     needed = estimate(module, placement.device)
     spare = spare_bytes(needed, placement)
     defer = options.defer_fsdp_grad_sync
-    defer_reason = f"defer_fsdp_grad_sync={defer!r}"
     reshard = options.reshard_during_accumulation
-    reshard_reason = f"reshard_during_accumulation={reshard}"
+    reasons = {}
     if reshard is False:
         spare -= needed[PARAMETERS]
     if placement.mesh.sizes.divisor == 1:
         # Deferral would save nothing and only keep gradients out of ``.grad``.
         defer = False
-        defer_reason = "one rank reduces nothing"
+        reasons[f"{_DEFER}_reason"] = "one rank reduces nothing"
     elif defer == "auto":
         defer = needed[GRADIENTS] <= spare
-        defer_reason = _reason(needed[GRADIENTS], spare)
-    if defer is True:
-        spare -= needed[GRADIENTS]
+        reasons[f"{_DEFER}_reason"] = _reason(needed[GRADIENTS], spare)
+    if defer is not True:
+        needed[GRADIENTS] = 0
+    spare -= needed[GRADIENTS]
     if reshard == "auto" and module.automatic_optimization:
         reshard = needed[PARAMETERS] > spare
-        reshard_reason = _reason(needed[PARAMETERS], spare)
+        reasons[f"{_RESHARD}_reason"] = _reason(needed[PARAMETERS], spare)
     elif reshard == "auto":
         reshard = True
-        reshard_reason = "manual optimization may step between two forwards of one training step"
-    return {
-        "defer_fsdp_grad_sync": defer,
-        "defer_fsdp_grad_sync_reason": defer_reason,
-        "reshard_during_accumulation": reshard,
-        "reshard_during_accumulation_reason": reshard_reason,
-        "estimated_extra_bytes": needed if defer is True else needed | {GRADIENTS: 0},
-    }
+        reasons[f"{_RESHARD}_reason"] = "auto: manual optimization may step between two forwards of a step"
+    return {_DEFER: defer, _RESHARD: reshard, "estimated_extra_bytes": needed, **reasons}
 
 
 def _reason(needed: int, spare: int) -> str:

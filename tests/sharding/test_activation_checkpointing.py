@@ -428,17 +428,18 @@ def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
 
 
 def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
-    """They would keep every activation without a word. Those before them are left as they were."""
+    """They would keep every activation without a word. Those before them are restored."""
     module = ModelModule(llama())
     layers = module.model.inner.model.layers
     layers[1].eval()
     before = [dict(vars(layer)) for layer in layers]
+    patches = PatchStack()
     with pytest.raises(ValueError, match=r"has no effect on model\.inner\.model\.layers\.1 .*Call \.train"):
-        checkpoint_blocks(module, True, None, True, PatchStack())
+        checkpoint_blocks(module, True, None, True, patches)
+    patches.restore()
     assert [dict(vars(layer)) for layer in layers] == before
     layers[1].train()
     before[1] = dict(vars(layers[1]))
-    patches = PatchStack()
     checkpoint_blocks(module, True, None, True, patches)
     patches.restore()
     assert [dict(vars(layer)) for layer in layers] == before

@@ -113,9 +113,9 @@ def test_choice(
     options = StrategyOptions(defer_fsdp_grad_sync=defer, reshard_during_accumulation=reshard)
     choice = memory.choose(pl.LightningModule(), placement, options)
     assert (choice["defer_fsdp_grad_sync"], choice["reshard_during_accumulation"]) == expected
-    reason = choice["defer_fsdp_grad_sync_reason"]
+    reason = choice.get("defer_fsdp_grad_sync_reason", "")
     assert reason.startswith("auto: ") == (defer == "auto")
-    assert choice["reshard_during_accumulation_reason"].startswith("auto: ") == (reshard == "auto")
+    assert ("reshard_during_accumulation_reason" in choice) == (reshard == "auto")
     if defer == "auto":
         figure = "fits into" if choice["defer_fsdp_grad_sync"] else "exceeds"
         beside = NEEDED["sharded_state"] + (NEEDED["unsharded_parameters"] if reshard is False else 0)

@@ -103,7 +103,8 @@ def test_weights_are_exact_and_gathers_start_ahead(
     assert [e for e in backward if e.startswith("gather")] == (
         [] if is_kept else ["gather 2", "gather 1", "gather 0"]
     )
-    assert (described["prefetch"], described["prefetch_reason"]) == (ahead, f"prefetch={ahead}")
+    assert described["prefetch"] == ahead
+    assert "prefetch_reason" not in described
 
 
 def test_auto(pool2: RankPool) -> None:
@@ -111,7 +112,7 @@ def test_auto(pool2: RankPool) -> None:
     for _, events, described in pool2.run(fit, LAYOUTS["resharded"]):
         assert events[: len(FORWARD[1])] == FORWARD[1]
         assert described["prefetch"] == 1
-        assert described["prefetch_reason"].startswith("auto: 1 on CPU")
+        assert described["prefetch_reason"].startswith("auto: 1 on a CPU")
 
 
 def _described_in_two_runs() -> tuple[dict[str, Any], dict[str, Any]]:
