@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
 
@@ -70,22 +71,17 @@ class Reached(list[nn.Parameter]):
         super().__init__()
         # One hook for all, a method in C: it runs for each parameter in each backward.
         self._hook = self.append
-        self._leaves: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
 
     def watch(self, leaf: nn.Parameter) -> None:
         """Append ``leaf`` whenever a backward has reached it. It must be trainable, at the moment."""
-        # Handles would be most of what a start allocates: `close` finds the hook without them.
-        leaf.register_post_accumulate_grad_hook(self._hook)
-        self._leaves.append(leaf)
+        self._handles.append(leaf.register_post_accumulate_grad_hook(self._hook))
 
     def close(self) -> None:
         """Watch no leaf any more."""
-        for leaf in self._leaves:
-            hooks: Any = leaf._post_accumulate_grad_hooks
-            for key, hook in list(hooks.items()):
-                if hook is self._hook:
-                    del hooks[key]
-        self._leaves.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:

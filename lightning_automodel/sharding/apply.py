@@ -30,6 +30,7 @@ from lightning_automodel.sharding.units import (
     callable_children,
     can_be_unit,
     class_name,
+    described,
     fsdp_roots,
     has_fsdp_units,
     mark_head,
@@ -92,12 +93,7 @@ def _sharding_options(mesh: RunMesh, offloads: bool) -> dict[str, Any]:
 
     # Experts stay in the unit of their block: on a unit of their own within a recomputed block, selective
     # recomputation fails (torch 2.13).
-    def mesh_of(parameter: nn.Parameter) -> Any:
-        if num_expert_ranks(parameter) > 1:
-            return over_holders
-        return None
-
-    kwargs["shard_placement_fn"] = mesh_of
+    kwargs["shard_placement_fn"] = lambda p: over_holders if num_expert_ranks(p) > 1 else None
     return kwargs
 
 
@@ -157,17 +153,16 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     """
     for root in fsdp_roots(model):
         fsdp2.initialise_fsdp_root(root)
-    names = {id(module): name for name, module in model.named_modules()}
     managed = set[nn.Parameter]()
     for group in fsdp2.fsdp_param_groups(model):
-        unit = names[id(group.modules[0])]
         shards = [param.sharded_param for param in group.fsdp_params]
         averaged_over = group.mesh_info.mesh.size()
         for num_ranks in {divisor // num_expert_ranks(shard) for shard in shards} - {averaged_over}:
             raise ValueError(
-                f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {num_ranks} hold"
-                f" different data for it: shard it over self.device_mesh[{SHARD!r}], or where there are replicas"
-                f" over self.device_mesh[{REPLICATE!r}, {SHARD!r}], and units of spread experts alone over"
+                f"FSDP unit {described(model, group.modules)[0]} averages its gradients over {averaged_over}"
+                f" ranks, but {num_ranks} hold different data for it: shard it over"
+                f" self.device_mesh[{SHARD!r}], or where there are replicas over"
+                f" self.device_mesh[{REPLICATE!r}, {SHARD!r}], and units of spread experts alone over"
                 f" {EXPERT_SHARD!r} in place of {SHARD!r}; under context_parallel_size leave it to the strategy."
                 " Experts that differ by rank need expert_parallel_size and spread_experts: as plain parameters"
                 " they would be overwritten by those of the first rank."

@@ -69,9 +69,8 @@ def _described(module: pl.LightningModule) -> dict[str, Any]:
     roots: list[Any] = list(units.fsdp_roots(module))
     below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]
     heads = [unit for unit in below if units.is_head(unit)]
-    names = {submodule: name for name, submodule in module.named_modules()}
     return {
-        "roots": [names[root] or units.class_name(root) for root in roots],
+        "roots": units.described(module, roots),
         "units": units.described(module, [unit for unit in below if unit not in heads]),
         "head": units.described(module, heads),
         "replicated": [name for name, p in module.named_parameters() if not isinstance(p, DTensor)],

@@ -49,7 +49,8 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     owners: dict[Tensor, nn.Module] = {}
     # `Module.to_empty` would also drop existing values, and untie shared tensors.
     for module in _children_first(model):
-        for name, tensor in _own_tensors(module):
+        own: Any = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
             if not tensor.is_meta:
                 continue
             if tensor not in allocated:
@@ -146,12 +147,6 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
     """Modules, each once, in the order in which constructors finish."""
     below = [module for child in model.children() for module in _children_first(child)]
     return distinct([*below, model])
-
-
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that ``module`` itself holds, with their names."""
-    named = (module.named_parameters, module.named_buffers)
-    return [pair for own in named for pair in own(recurse=False, remove_duplicate=False)]
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -235,4 +235,4 @@ def class_name(module: nn.Module) -> str:
 def described(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
     """For messages: where ``modules`` are in ``model``, and their classes."""
     names = {module: name for name, module in model.named_modules()}
-    return [f"{names[module]} ({class_name(module)})" for module in modules]
+    return [f"{names[module]} ({class_name(module)})".lstrip() for module in modules]

@@ -297,6 +297,6 @@ def test_units_of_the_user(pool4: RankPool) -> None:
 
 
 def test_wrong_units_of_the_user(pool4: RankPool) -> None:
-    message = "'model.blocks.0' averages its gradients over 2 ranks, but 4 hold different data"
+    message = r"model\.blocks\.0 \(Mixture\) averages its gradients over 2 ranks, but 4 hold different data"
     with pytest.raises(RankError, match=message):
         pool4.run(fit, {}, UnitsOfBoth)

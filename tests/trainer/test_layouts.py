@@ -276,7 +276,7 @@ def test_describe_replicas(pool4: RankPool) -> None:
         assert described["defer_fsdp_grad_sync"] == "all_reduce"
         assert described["precision"]["parameters"] == "torch.float64"
         assert described["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
-        assert described["roots"] == ["ModelModule"]
+        assert described["roots"] == ["(ModelModule)"]
 
 
 def _error_of_sizes(options: dict[str, Any]) -> str:
