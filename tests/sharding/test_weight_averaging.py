@@ -248,6 +248,47 @@ def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: 
         torch.testing.assert_close(file, seen, rtol=TOLERANCE, atol=0)
 
 
+class SavesWithinValidation(Callback):
+    """Saves in a validation, when the module holds the average, and after it; keeps the module's weights of both."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.held: dict[str, Tensor] = {}
+
+    def _save(self, trainer: Trainer, module: Any, name: str) -> None:
+        self.held[name] = module.state_dict()["model.decoder.head.weight"].detach().clone()
+        trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step > 1 and not self.held:
+            self._save(trainer, module, "average")
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        if len(self.held) == 1:
+            self._save(trainer, module, "trained")
+
+
+def _saved_within_validation(folder: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    saves = SavesWithinValidation(folder)
+    settings = {"callbacks": [EMAWeightAveraging(decay=DECAY), saves], "accumulate_grad_batches": ACCUMULATE}
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel="ddp"), val_check_interval=VALIDATE_EVERY, **settings
+    )
+    trainer.fit(Evaluates(Tempered()), loader(), loader())
+    files = [torch.load(f"{folder}/{name}.ckpt", weights_only=False) for name in saves.held]
+    return saves.held, [
+        f[of]["model.decoder.head.weight"] for f in files for of in ("state_dict", "current_model_state")
+    ]
+
+
+def test_a_checkpoint_within_a_validation_holds_both(pool2: RankPool, tmp_path: Path) -> None:
+    """The average as the average and the trained weights as such, though the module holds the average then."""
+    for held, saved in pool2.run(_saved_within_validation, str(tmp_path)):
+        assert relative_error(held["average"], held["trained"]) > WRONG
+        expected = [held["average"], held["trained"]] * 2
+        assert all(torch.equal(*pair) for pair in zip(saved, expected, strict=True))
+
+
 def _swa(**kwargs: Any) -> StochasticWeightAveraging:
     return StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2, **kwargs)
 
