@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
 from lightning_automodel.sharding import meta_init
@@ -71,7 +72,10 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
 
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name, function in {"_swap_models": swap, "on_save_checkpoint": save}.items():
+            for name, function in {
+                lightning_internals.SWAP_MODELS: swap,
+                "on_save_checkpoint": save,
+            }.items():
                 patches.set(callback, name, partial(function, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
