@@ -102,7 +102,7 @@ def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, 
     one, which has filled them. A parent may change what its children have filled.
     """
     within = set(module.modules())
-    held = {tensor for holder in within for _, tensor in _own_tensors(holder)}
+    held = set(_named_tensors(module).values())
     kept = {tensor: local_tensor(tensor).clone() for tensor in held if owners.get(tensor) not in within}
     if len(kept) == len(held):
         return
