@@ -54,8 +54,7 @@ class FSDP2Engine(FSDP2Window):
                     batch, self._mesh.tensor_group, self._device, "tensor-parallel"
                 )
         self._buffers.start_forward(self.ends_window)
-        self.release(retains=True)
-        self.resume_step()
+        self.start_step()
 
     @override
     def synchronize_buffers(self) -> None:

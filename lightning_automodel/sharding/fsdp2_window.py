@@ -5,6 +5,7 @@ A window is in one :class:`Phase`, and FSDP2 in one state of its :class:`Reducti
 ========================  ==================  =========================  =======================================
 what comes                phase after it      reductions after it        parameters that are gathered
 ========================  ==================  =========================  =======================================
+:meth:`start_step`        STEP                as before                  those of a whole step, and what was retained
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
 :meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
@@ -42,6 +43,7 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.torch import versions
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
@@ -153,6 +155,7 @@ class FSDP2Window(Engine):
         }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
+        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._bypassed: list[str] = []
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._hooks: list[RemovableHandle] = []
@@ -203,6 +206,12 @@ class FSDP2Window(Engine):
             raise
         if not self._is_manual:  # else the step goes on
             self.end_step()
+
+    def start_step(self) -> None:
+        """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
+        self.release(retains=True)
+        self.resume_step()
+        self._versions_at_start = self._shard_versions()
 
     @override
     def resume_step(self) -> None:
@@ -290,37 +299,47 @@ class FSDP2Window(Engine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        self._check_current()
-        self._written = []
         for unit in self.units:
-            was_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
-            if not (was_freed or unit.is_gathered):
-                continue
-            written = unit.written_since_forward()
-            self._written += written
-            if written or was_freed:
-                # The backward computes with the weights of now, as where FSDP2 gathers them for it.
-                unit.free()
-                unit.note_shards()
-                fsdp2.gather(unit.module)
+            unit.settle()
+        retained = {unit for unit in self.units if unit.is_retained}
+        freed = {unit for unit in retained if not unit.show_retained()}  # by a hook's forward
+        self._written = []
+        if freed or self._shard_versions() != self._versions_at_start:
+            self._use_written_shards(retained, freed)
         window = backward.window
         if not window.trained <= self.tracked:
             self.track(window.trained)
-        for unit in self.units:
-            unit.settle()
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
-        ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
-        for unit in ran:
-            if not unit.is_gathered:
-                self._written += unit.written_since_forward()
-            if gathers:
+        if gathers:
+            ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
+            for unit in ran:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
         if self._reductions is not Reductions.NONE:
             for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
+
+    def _shard_versions(self) -> list[int]:
+        with plain_access():
+            return versions(self._shards)
+
+    def _use_written_shards(self, retained: set[GatheredUnit], freed: set[GatheredUnit]) -> None:
+        """Note the shards that were written since their forward, and gather them anew: a backward follows.
+
+        It computes with the weights of now, as where FSDP2 gathers them for it; :meth:`reduce` raises if it
+        reaches one of them.
+        """
+        for unit in self.units:
+            if unit in self._whole_step and unit.is_gathered and unit not in retained:
+                unit.check_current()  # the step itself has written them
+            written = unit.written_since_forward()
+            self._written += written
+            if unit in freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
