@@ -920,6 +920,10 @@ TRAININGS: dict[str, Training] = {
         verdict="wrong",
         says="If it is a mean over rows, count='samples' is right",
     ),
+    "a sum by a constant, counted by labels": Training(
+        lambda: ScaledSum(), verdict="wrong", says="The loss divides by 100 in every micro-batch"
+    ),
+    "a sum by a constant, told": Training(lambda: ScaledSum(), options={"loss_reduction": "sum"}),
     "max_norm": Training(
         lambda: Writer(max_norm=0.5),
         strategy="lightning",
@@ -991,6 +995,14 @@ class RowMeans(Writer):
         )
         used = batch["labels"] != -100
         return (losses.sum(1) / used.sum(1).clamp(min=1)).mean()
+
+
+class ScaledSum(Writer):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.net(batch["input_ids"]).transpose(1, 2)
+        losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+        used = batch["labels"] != -100
+        return (losses * used).sum() / 100
 
 
 def verdict_of(name: str) -> tuple[str | None, str]:

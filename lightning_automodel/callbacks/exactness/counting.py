@@ -102,6 +102,14 @@ class Counting:
                 f"The loss divides by less than the number of {plural(self.unit)}. If it is a mean over rows,"
                 " count='samples' is right, else give what it divides by as num_label_tokens."
             )
+        # By samples it may be right: of batches of rows of one length, those with fewer rows have longer ones.
+        divisors = {each.divisor for each in self._counted}
+        is_constant = len(divisors) == 1 and math.isfinite(min(divisors))
+        if self._is_given and self.unit == "label token" and is_constant:
+            return (
+                f"The loss divides by {min(divisors):.3g} in every micro-batch, whatever it holds. For a sum that is"
+                " scaled by a constant pass loss_reduction='sum', else give what it divides by as num_label_tokens."
+            )
         return ""
 
     def doubt(self) -> str:
