@@ -270,7 +270,7 @@ def check_killed(driver: Driver) -> list[Row]:
     seconds = max(each.ended for each in others) - killed.said["signalled"]
     named = [each.rank for each in others if f"rank {killed.rank} " not in each.output]
     silent = [each.rank for each in others if each.status == 0]
-    seen = f"{seconds:.1f} s; ended with 0: {silent or 'none'}; does not name it: {named or 'none'}"
+    seen = f"{seconds:.1f} s; ranks that ended with 0: {silent or 'none'}; that do not name it: {named or 'none'}"
     is_right = seconds <= LEAVE_S and not silent and not named
     return [Row("the last rank is killed", f"all leave within {LEAVE_S:.0f} s, and name it", seen, is_right)]
 

@@ -154,7 +154,8 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
     if checked:
         errors = ", ".join(percent(step.gradient_error) for step in checked)
         rounding = percent(max(step.rounding for step in checked))
-        lines.append(f"Gradients are {errors} off those of one batch (rounding alone: {rounding}).")
+        batch = "one batch that is weighted by this count" if wrong_count else "one batch"
+        lines.append(f"Gradients are {errors} off those of {batch} (rounding alone: {rounding}).")
     if wrong:
         named = list_first([f"{name} ({percent(error)})" for name, error in wrong[0].parameters.items()], 4)
         lines.append(wrong[0].explanation or f"Parameters that are off: {named}.")
