@@ -42,9 +42,10 @@ class PendingGather:
 class BatchHandle:
     """What is known of one batch that this rank has drawn."""
 
-    is_none: bool  # which Lightning skips
     is_filler: bool  # a padding batch: this rank has no other
-    count: float = 0  # label tokens, if they are counted ahead
+    count: float | None = (
+        None  # label tokens, if they are counted ahead; Lightning skips batches that are None
+    )
     sent: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
 
     def ranks_without(self) -> list[int]:
@@ -55,7 +56,7 @@ class BatchHandle:
         return (has_batch < has_batch.max()).nonzero()[:, 0].tolist()
 
 
-NO_BATCH = BatchHandle(is_none=False, is_filler=False)
+NO_BATCH = BatchHandle(is_filler=False)
 
 
 class Draws(Iterator[Any]):
@@ -207,7 +208,7 @@ class TrackedLoader:
                 kept = {at: state for at, state in self._states.items() if first <= at < number}
                 self._states = {**kept, number: copy.deepcopy(self.loader.state_dict())}
             batch = next(batches, _END)
-            handle = BatchHandle(batch is None, batch is _END)
+            handle = BatchHandle(batch is _END)
             if number >= self.num_certain:
                 handle.sent = PendingGather(self._group, not handle.is_filler)
             if handle.is_filler and not handle.ranks_without():
@@ -221,8 +222,7 @@ class TrackedLoader:
                 padding = self._make_padding(batch, handle.ranks_without())
             if handle.is_filler:
                 batch = copy.deepcopy(padding)
-                handle.is_none = batch is None
-            if self.count is not None and not (handle.is_none or handle.is_filler):
+            elif self.count is not None and batch is not None:
                 handle.count = self.count(batch)
             yield handle, batch
 

@@ -1,9 +1,8 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,8 +41,6 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _TRAIN = "train"
-_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class UnevenInputs:
@@ -195,20 +192,17 @@ class UnevenInputs:
             if not self.is_training or "epoch" in hook or hook == "on_train_start":
                 log(*args, **kwargs)
                 return
-            with self._in_step():  # a mean is over the ranks that have data
-                if self.is_filler:
-                    log_neutral(log, *args, **kwargs)
-                else:
-                    log(*args, **kwargs)
+            log_batch = partial(log_neutral, log) if self.is_filler else log
+            self._run_in_step(partial(log_batch, *args, **kwargs))  # a mean is over the ranks that have data
 
         return log_data
 
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _run_in_step(self, step: Callable[[], Any]) -> Any:
+        """Run ``step``, in which values are reduced and gathered as those of one batch of each rank."""
         is_in_step = self._is_in_step
         self._is_in_step = True
         try:
-            yield
+            return step()
         finally:
             self._is_in_step = is_in_step
 
@@ -246,12 +240,11 @@ class UnevenInputs:
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
-        with self._in_step():
-            if not self.is_filler:
-                return step()
-            self._before_padding = ModuleState(self._trainer.lightning_module)
-            with isolate_rng():
-                return step()
+        if not self.is_filler:
+            return self._run_in_step(step)
+        self._before_padding = ModuleState(self._trainer.lightning_module)
+        with isolate_rng():
+            return self._run_in_step(step)
 
     def end_padding(self) -> None:
         """Restore what a step on a padding batch, or its backward, has changed in the module."""
@@ -266,21 +259,22 @@ class UnevenInputs:
         self,
         step: Callable[..., Any],
         args: tuple[Any, ...],
+        takes_iterator: bool,
         begin: Callable[[], bool],
         join: Callable[[], None],
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group if lengths differ or are unknown. ``begin`` is called before each step of
+        A collective over the group if lengths differ or are unknown. The step ``takes_iterator`` if it draws
+        its batches itself. ``begin`` is called before each step of
         any rank, and returns whether all ranks stop after it; ``join`` joins the collectives of a step of
         other ranks. Raises SIGTERMException if all ranks stop and this one has no batch left, before which
         Lightning would raise.
         """
         stops = begin()
         self._num_evaluated += 1
-        self._begin_evaluated_batch(args)
-        with self._in_step():
-            output = step(*args)
+        self._begin_evaluated_batch(args, takes_iterator)
+        output = self._run_in_step(partial(step, *args))
         while self._next.is_filler and self._next.ranks_without():
             if stops:
                 raise lightning_internals.SIGTERMException
@@ -300,20 +294,19 @@ class UnevenInputs:
                 " iterator anew where it ends."
             )
 
-    def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
+    def _begin_evaluated_batch(self, args: tuple[Any, ...], takes_iterator: bool) -> None:
         """Note the batch that is about to be evaluated, and the next one, where ranks may have unequally many.
 
         The other ranks are told whether this one has a next batch. ValueError if the loader is not known.
         """
         self._handle = NO_BATCH
         self._next = NO_BATCH
-        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
+        loaders = CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
-        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.
-        if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
+        if takes_iterator or not (is_one or len(args) > 2):
             raise ValueError(
                 "Ranks may have unequally many batches, and the last one is not known in a step that takes a"
                 " dataloader_iter, or batches of several loaders at once: let it take the batch, and evaluate one"
@@ -327,7 +320,7 @@ class UnevenInputs:
         self._handle = draws.begin(draws.number + 1)
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
         is_last = draws.number >= self._evaluation_loop.max_batches[index] or not draws.ahead(1)
-        self._next = BatchHandle(is_none=False, is_filler=True) if is_last else draws.ahead(1)[0]
+        self._next = BatchHandle(is_filler=True) if is_last else draws.ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 
     def check_reduction(self) -> None:
@@ -385,8 +378,7 @@ class UnevenInputs:
 
     @property
     def _evaluation_loop(self) -> Any:
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
-        return loops[self._stage]
+        return getattr(trainer, f"{trainer.state.fn.value}_loop")

@@ -48,7 +48,7 @@ class WindowAhead:
         """
         if handle not in self._window:
             self._begin_window(tracked, handle)
-        self.count = handle.count
+        self.count = handle.count or 0
 
     def _begin_window(self, tracked: TrackedLoader, handle: BatchHandle) -> None:
         trainer = self._trainer
@@ -56,7 +56,7 @@ class WindowAhead:
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
         self._window = [handle, *tracked.draws.ahead(size - 1)]
-        own = [batch.count for batch in self._window if not (batch.is_none or batch.is_filler)]
+        own = [batch.count for batch in self._window if batch.count is not None]
         self._own_micro_batches = len(own)
         self._sent = PendingGather(self._group, sum(own), len(own))
 
