@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
@@ -254,8 +253,3 @@ def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, many in one broadcast, as DDP does at its start."""
-    dist._broadcast_coalesced(group, tensors, bucket_bytes, 0)

@@ -1,5 +1,6 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,6 @@ from lightning_automodel.distributed.mesh import (
     num_expert_ranks,
 )
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import cast_around, outermost_calls, step_policy, unit_policy
@@ -205,11 +205,16 @@ def broadcast_tensors(
 
     A collective over the group.
     """
-    sent = [(tensor, tensor.detach().to(device).contiguous()) for tensor in tensors if tensor.numel() > 0]
-    if group.size() == 1 or not sent:
+    if group.size() == 1:
         return
-    # As bytes: no backend knows every dtype.
-    in_bytes = [values.view(-1).view(torch.uint8) for _, values in sent]
-    torch_internals.broadcast_coalesced(in_bytes, group, _BROADCAST_BUCKET_BYTES)
-    for tensor, values in sent:
-        tensor.copy_(values)
+    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+    num_bytes = 0
+    for tensor in tensors:
+        num_bytes += tensor.nbytes
+        buckets[tensor.device, tensor.dtype, num_bytes // _BROADCAST_BUCKET_BYTES].append(tensor)
+    for bucket in buckets.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
+        # As bytes: no backend knows every dtype.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
