@@ -41,6 +41,7 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _TRAIN = "train"
+_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 
 
 class UnevenInputs:
@@ -301,7 +302,7 @@ class UnevenInputs:
         """
         self._handle = NO_BATCH
         self._next = NO_BATCH
-        loaders = CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
+        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
@@ -378,7 +379,8 @@ class UnevenInputs:
 
     @property
     def _evaluation_loop(self) -> Any:
-        trainer: Any = self._trainer
+        trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        return getattr(trainer, f"{trainer.state.fn.value}_loop")
+        loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+        return loops[self._stage]
