@@ -148,9 +148,6 @@ def compute_metrics_again(trainer: Trainer) -> None:
     epoch_metrics(trainer)
 
 
-SWAP_MODELS = "_swap_models"
-"""How ``WeightAveraging`` puts the average in the place of the weights, for a validation, and back."""
-
 STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 

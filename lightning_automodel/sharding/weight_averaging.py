@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
 from lightning_automodel.sharding import meta_init
@@ -58,25 +57,28 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def swap(callback: Callback, swap_models: Callable[..., None], *args: Any) -> None:
-        swap_models(*args)
-        swapped.symmetric_difference_update([callback])
-
-    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
+    def save(callback: Callback, *args: Any) -> None:
         checkpoint = args[-1]
         if callback in swapped and "current_model_state" in checkpoint:
             average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
+    following: dict[str, Callable[..., None]] = {
+        "on_validation_epoch_start": lambda callback, *_: swapped.add(callback),
+        "on_validation_epoch_end": lambda callback, *_: swapped.discard(callback),
+        "on_save_checkpoint": save,
+    }
+
+    def call_both(callback: Callback, hook: Callable[..., None], name: str, *args: Any) -> None:
+        hook(*args)
+        following[name](callback, *args)
+
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name, function in {
-                lightning_internals.SWAP_MODELS: swap,
-                "on_save_checkpoint": save,
-            }.items():
-                patches.set(callback, name, partial(function, callback, getattr(callback, name)))
+            for name in following:
+                hook = getattr(callback, name)
+                patches.set(callback, name, partial(call_both, callback, hook, name))
     return lambda: bool(swapped)
 
 
