@@ -924,6 +924,16 @@ TRAININGS: dict[str, Training] = {
         lambda: ScaledSum(), verdict="wrong", says="The loss divides by 100 in every micro-batch"
     ),
     "a sum by a constant, told": Training(lambda: ScaledSum(), options={"loss_reduction": "sum"}),
+    "sums with other parts": Training(
+        lambda: ScaledSum(penalises=True),
+        options={"loss_reduction": "sum"},
+        says="losses differ in their parts",
+    ),
+    "equal counts, other parts": Training(
+        lambda: ScaledSum(penalises=True),
+        data=lambda rank: sentences(rank, equal=True),
+        says="losses differ in their parts",
+    ),
     "max_norm": Training(
         lambda: Writer(max_norm=0.5),
         strategy="lightning",
@@ -998,11 +1008,20 @@ class RowMeans(Writer):
 
 
 class ScaledSum(Writer):
+    """A sum by a constant, to which some micro-batches add another one, by the same constant."""
+
+    def __init__(self, penalises: bool = False) -> None:
+        super().__init__()
+        self.penalises = penalises
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.net(batch["input_ids"]).transpose(1, 2)
         losses = F.cross_entropy(logits, batch["labels"], reduction="none")
         used = batch["labels"] != -100
-        return (losses * used).sum() / 100
+        total = (losses * used).sum()
+        if self.penalises and batch["labels"].sum() % 2 == 0:
+            total = total + (logits.square().sum(1) * used).sum()
+        return total / 100
 
 
 def verdict_of(name: str) -> tuple[str | None, str]:

@@ -105,7 +105,9 @@ class Counting:
         # By samples it may be right: of batches of rows of one length, those with fewer rows have longer ones.
         divisors = {each.divisor for each in self._counted}
         is_constant = len(divisors) == 1 and math.isfinite(min(divisors))
-        if self._is_given and self.unit == "label token" and is_constant:
+        is_proportional = math.isclose(min(shares), max(shares), rel_tol=_SAME)
+        is_mean_of_labels = self.unit == "label token" and self.weighting.loss_reduction == "mean"
+        if self._is_given and is_mean_of_labels and is_constant and not is_proportional:
             return (
                 f"The loss divides by {min(divisors):.3g} in every micro-batch, whatever it holds. For a sum that is"
                 " scaled by a constant pass loss_reduction='sum', else give what it divides by as num_label_tokens."
