@@ -326,7 +326,6 @@ class TrainingRun:
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
-        takes_iterator = draws_its_batches(getattr(self.module, step.__name__))
 
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
@@ -335,11 +334,13 @@ class TrainingRun:
                     with attention:
                         return step(*args, **kwargs)
                 except StopIteration as error:
-                    if self._mesh.group.size() == 1 or takes_iterator:
+                    if self._mesh.group.size() == 1 or draws_its_batches(
+                        getattr(self.module, step.__name__)
+                    ):
                         raise
                     raise stop_iteration_error(step.__name__) from error
 
-        return self.inputs.evaluate(evaluate, args, takes_iterator, begin, self.engine.join_evaluation)
+        return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

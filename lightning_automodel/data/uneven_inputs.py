@@ -42,6 +42,7 @@ from lightning_automodel.internals import lightning as lightning_internals
 _UNKNOWN = -1
 _TRAIN = "train"
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
+_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class UnevenInputs:
@@ -260,21 +261,19 @@ class UnevenInputs:
         self,
         step: Callable[..., Any],
         args: tuple[Any, ...],
-        takes_iterator: bool,
         begin: Callable[[], bool],
         join: Callable[[], None],
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group if lengths differ or are unknown. The step ``takes_iterator`` if it draws
-        its batches itself. ``begin`` is called before each step of
+        A collective over the group if lengths differ or are unknown. ``begin`` is called before each step of
         any rank, and returns whether all ranks stop after it; ``join`` joins the collectives of a step of
         other ranks. Raises SIGTERMException if all ranks stop and this one has no batch left, before which
         Lightning would raise.
         """
         stops = begin()
         self._num_evaluated += 1
-        self._begin_evaluated_batch(args, takes_iterator)
+        self._begin_evaluated_batch(args)
         output = self._run_in_step(partial(step, *args))
         while self._next.is_filler and self._next.ranks_without():
             if stops:
@@ -295,7 +294,7 @@ class UnevenInputs:
                 " iterator anew where it ends."
             )
 
-    def _begin_evaluated_batch(self, args: tuple[Any, ...], takes_iterator: bool) -> None:
+    def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
         """Note the batch that is about to be evaluated, and the next one, where ranks may have unequally many.
 
         The other ranks are told whether this one has a next batch. ValueError if the loader is not known.
@@ -306,8 +305,9 @@ class UnevenInputs:
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
+        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.
-        if takes_iterator or not (is_one or len(args) > 2):
+        if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
             raise ValueError(
                 "Ranks may have unequally many batches, and the last one is not known in a step that takes a"
                 " dataloader_iter, or batches of several loaders at once: let it take the batch, and evaluate one"

@@ -43,8 +43,12 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.internals.torch import versions
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase
+from lightning_automodel.sharding.gathered import (
+    WRITTEN_BEFORE_BACKWARD,
+    GatheredUnit,
+    Phase,
+    shard_versions,
+)
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -211,7 +215,7 @@ class FSDP2Window(Engine):
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
         self.release(retains=True)
         self.resume_step()
-        self._versions_at_start = self._shard_versions()
+        self._versions_at_start = shard_versions(self._shards)
 
     @override
     def resume_step(self) -> None:
@@ -304,7 +308,7 @@ class FSDP2Window(Engine):
         retained = {unit for unit in self.units if unit.is_retained}
         freed = {unit for unit in retained if not unit.show_retained()}  # by a hook's forward
         self._written = []
-        if freed or self._shard_versions() != self._versions_at_start:
+        if freed or shard_versions(self._shards) != self._versions_at_start:
             self._use_written_shards(retained, freed)
         window = backward.window
         if not window.trained <= self.tracked:
@@ -312,18 +316,13 @@ class FSDP2Window(Engine):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         # Later forwards of a window use what the first has gathered.
-        gathers = window.order == 0 or not self._retain_unsharded
-        if gathers:
+        if window.order == 0 or not self._retain_unsharded:
             ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
             for unit in ran:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
         if self._reductions is not Reductions.NONE:
             for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
-
-    def _shard_versions(self) -> list[int]:
-        with plain_access():
-            return versions(self._shards)
 
     def _use_written_shards(self, retained: set[GatheredUnit], freed: set[GatheredUnit]) -> None:
         """Note the shards that were written since their forward, and gather them anew: a backward follows.

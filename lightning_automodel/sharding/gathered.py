@@ -157,6 +157,12 @@ def text_of_refusal(shard: Any, gathered: Tensor) -> str:
     )
 
 
+def shard_versions(shards: list[Any]) -> list[int]:
+    """How often each of ``shards`` was written, as autograd counts it."""
+    with plain_access():
+        return versions(shards)
+
+
 class Phase(Enum):
     """What runs, which decides what FSDP2 frees."""
 
@@ -201,7 +207,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def note_shards(self) -> None:
         """Note the versions of the shards, before a gather that FSDP2 may start ahead."""
-        self._gathered_versions = self._versions()
+        self._gathered_versions = shard_versions(self._shards)
 
     @torch_internals.not_compiled
     def _before_forward(self, *_: Any) -> None:
@@ -216,20 +222,16 @@ class GatheredUnit(fsdp2.Unit):
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         if self.engine.phase is not Phase.BEFORE_BACKWARD:
-            self._forward_versions = self._versions()
+            self._forward_versions = shard_versions(self._shards)
 
     @property
     def is_current(self) -> bool:
         """Whether no shard was written since it was gathered; the same on all ranks."""
-        return self._gathered_versions == self._versions()
-
-    def _versions(self) -> list[int]:
-        with plain_access():
-            return versions(self._shards)
+        return self._gathered_versions == shard_versions(self._shards)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""
-        now_and_before = zip(self._shards, self._versions(), before, strict=False)
+        now_and_before = zip(self._shards, shard_versions(self._shards), before, strict=False)
         return [shard for shard, now, then in now_and_before if now != then]
 
     def check_current(self) -> None:

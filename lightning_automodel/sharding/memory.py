@@ -25,10 +25,10 @@ _RESHARD = "reshard_during_accumulation"
 
 
 def choose(module: pl.LightningModule, placement: Placement, options: StrategyOptions) -> dict[str, Any]:
-    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation`` for ``describe()``; why, if they are "auto".
+    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation`` for ``describe()``.
 
-    Gradients come first: parameters are kept gathered during a window if they fit beside them. A collective
-    over the world: the rank that is short of memory decides for all.
+    It says why, unless they are what was given. Gradients come first: parameters are kept gathered during a
+    window if they fit beside them. A collective over the world: the rank that is short of memory decides for all.
     """
     needed = estimate(module, placement.device)
     spare = spare_bytes(needed, placement)

@@ -48,8 +48,8 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
     owners: dict[Tensor, nn.Module] = {}
     # `Module.to_empty` would also drop existing values, and untie shared tensors.
+    own: Any = {"recurse": False, "remove_duplicate": False}
     for module in _children_first(model):
-        own: Any = {"recurse": False, "remove_duplicate": False}
         for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
             if not tensor.is_meta:
                 continue

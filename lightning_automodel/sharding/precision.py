@@ -223,13 +223,14 @@ def is_overruled(policy: MixedPrecisionPolicy, asked: MixedPrecisionPolicy | Non
 
 def describe_dtypes(plugin: Precision, dtypes: Dtypes) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result."""
+    held = {dtype for dtype in dtypes.held if dtype.is_floating_point}  # others are codes
     computed = dtypes.computed
     if not computed and isinstance(plugin, MixedPrecision):
         computed = {FSDP2_PRECISIONS[plugin.precision]}
     return {
         "trainer": str(plugin.precision),
-        "parameters": _names(dtypes.held),
-        "computation": _names(computed or dtypes.held),
+        "parameters": _names(held),
+        "computation": _names(computed or held),
         "reduction": _names(dtypes.reduced),
     }
 
