@@ -149,7 +149,9 @@ def initialize_distributed(
     """Join the default process group, and set the current accelerator device. A collective over all ranks.
 
     Without arguments or environment variables this is a single process, which needs no network. A group that
-    exists already is used as it is, and ``destroy_global_state`` will not destroy it.
+    exists already is used as it is, and ``destroy_global_state`` will not destroy it. If its owner destroys it and
+    makes another one, that needs another port: a sharded model keeps the old store open, under plain FSDP2 too,
+    and ranks that find it there hang.
 
     Args:
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"``
