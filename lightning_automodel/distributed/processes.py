@@ -43,8 +43,10 @@ def state_of(process: str) -> str:
     _, pid, started = process.split()
     try:
         stat = _stat(int(pid))
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return GONE
+    except OSError:  # this process has no file left to open, say: a peer that lives must not be named
+        return UNSEEN
     if stat[19] != started or stat[0] in "ZX":
         return GONE
     if stat[0] in "Tt":

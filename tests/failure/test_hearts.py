@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -286,6 +287,18 @@ def test_states_of_processes(gone: str) -> None:
         "another machine 1 1": processes.UNSEEN,
     }
     assert {process: processes.state_of(process) for process in states} == states
+
+
+def test_a_rank_without_files_names_no_process() -> None:
+    """It cannot read the kernel's table: that is no sign of a process that has ended."""
+    own = processes.own_process()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        seen = processes.state_of(own)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert seen == processes.UNSEEN
 
 
 def test_the_table() -> None:
