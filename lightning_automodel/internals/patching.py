@@ -10,8 +10,8 @@ class PatchStack(ExitStack):
     """Replaces attributes of instances, and restores them, last first; also other undoing.
 
     Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in
-    use, never a class or a module, which other code uses too. docs/adopting.md lists what is patched, and
-    what stays so.
+    use, never a class or a module, which other code uses too: only the planner, which trains nothing, does
+    that while it records a step. docs/adopting.md lists what is patched, and what stays so.
     """
 
     def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:
