@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from lightning_automodel.advice import Advice, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.engine import PLAIN_BACKWARD, Engine
+from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 
 NESTED_BACKWARD = (
@@ -110,7 +109,7 @@ class MicroBatches:
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
         noting_hooks: AbstractContextManager[Any] = nullcontext()
-        if self._num_to_advise == NUM_LOOKS:
+        if self._looks_first:
             noting_hooks = self.advice.noting_tensor_hooks(self.module)
 
         def attending_step() -> Any:
@@ -132,6 +131,11 @@ class MicroBatches:
         else:
             self.inputs.end_padding()
         return output
+
+    @property
+    def _looks_first(self) -> bool:
+        """Whether this is the first step of a run that advice is given on."""
+        return self._num_to_advise == NUM_LOOKS
 
     def sliced(
         self, args: tuple[Any, ...], step: str
@@ -200,7 +204,7 @@ class MicroBatches:
                 backward = windows.set_aside(window, engine.ends_window, is_padding)
             engine.begin(backward, loss)
             if objective.requires_grad:
-                torch_internals.when_backward_ends(objective, self._end_backward)
+                when_backward_ends(objective, self._end_backward)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
             if engine.backward is not None:
@@ -212,7 +216,7 @@ class MicroBatches:
         except BaseException as error:
             windows.abandon(error)
             raise
-        engine.refusal = None if backward.ends else PLAIN_BACKWARD
+        engine.returned(backward.ends)
         if is_first_window and windows.last_step is not None:
             self.advice.about_first_window(windows.last_step)
         if backward.is_padding and self.module.automatic_optimization:
@@ -235,7 +239,6 @@ class MicroBatches:
             return
         window = backward.window
         reached = engine.reduce(backward)
-        engine.reached.clear()
         if not backward.is_padding:
             window.used |= reached
         engine.keep(backward)
@@ -250,6 +253,7 @@ class MicroBatches:
             windows.put_back(backward)
         if backward.ends:
             windows.close(window, totals)
+        engine.end_pass()
 
     def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""

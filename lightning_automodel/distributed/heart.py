@@ -14,7 +14,9 @@ A failure that a rank reports comes from one of these lines, all of which end in
     it ended its run after step          the rank that watches it: `Heart._hear`
     holds the store, does not answer     each rank for itself: `Heart.lose_store`
     is missing                           a meeting that it did not come to: `meeting.meet`
-    waited in vain, with the table       the first rank whose collective failed: `Watch.why`
+    its process <how it ended>           the rank that has started it: `Watch.exchange`
+    waited in vain, with the table       the first rank whose collective failed: `Watch.why`; or a rank
+                                         whose collective never ends: `Watch._end_what_never_ends`
 
 Whoever learns of a failure says so, and rank 0 stays until all have (`Heart.close`).
 """

@@ -1,13 +1,14 @@
 """What the strategy and the algebra ask of an engine, here without any communication."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_automodel.gradients.window import BackwardPass
-from lightning_automodel.internals.torch import Reached
+from lightning_automodel.internals.torch import Reached, queue_callback
 
 PLAIN_BACKWARD = (
     "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
@@ -26,17 +27,36 @@ SECOND_BACKWARD = (
 """Why a module's own ``backward`` runs one."""
 
 
+def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
+    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
+
+    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
+    which they queue later: so a callback queues ``function``.
+    """
+    output.register_hook(lambda _: queue_callback(partial(queue_callback, function)))
+
+
 class Engine:
     """Distributes a model over ranks, and communicates what each micro-batch of a fit needs. As it is, nothing.
 
+    It knows which backward runs, and what becomes of one that is not the strategy's, a plain one:
+
+    ============================  ==========================================  ================  =====================
+    state                         entered by                                  :attr:`backward`  a plain backward
+    ============================  ==========================================  ================  =====================
+    no window is open             :meth:`returned`, :meth:`forget`            None              is noted as foreign
+    a backward runs               :meth:`begin_pass`                          it                is a part of it
+    it has ended, the user's      :meth:`end_pass`                            None              is refused: it is the
+    ``backward`` has not                                                                        second
+    a window is open              :meth:`returned`                            None              is refused
+    ============================  ==========================================  ================  =====================
+
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
-        reached: Where gradients have come since a backward of the strategy began, or ended.
+        reached: Where gradients have come since the state was entered.
         tracked: The parameters that this is noted of.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
-        backward: The one of the strategy that runs, from before :meth:`begin` until its gradients stand in
-            ``.grad``; else None.
-        refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
+        backward: The one of the strategy that runs, from before :meth:`begin` on; else None.
         model: What to call the module's steps on.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -46,11 +66,39 @@ class Engine:
 
     def __init__(self) -> None:
         self.backward: BackwardPass | None = None
-        self.refusal: str | None = None
+        self._refusal: str | None = None  # why a plain backward is refused
         self.reached = Reached()
         self.unsynchronised: set[nn.Parameter] = set()
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
+
+    # --- Which backward runs ------------------------------------------------------------------------------------------
+
+    def begin_pass(self, backward: BackwardPass) -> None:
+        """``backward`` comes next. From here on, an exception puts back what was set aside for it."""
+        self.backward = backward
+
+    def end_pass(self) -> None:
+        """Its gradients are where its window keeps them. A second one, by code of the user, would not join them."""
+        self.backward = None
+        self._refusal = SECOND_BACKWARD
+        self.reached.clear()
+
+    def returned(self, ended_window: bool) -> None:
+        """The user's ``backward`` has returned, with which the window has ended, or not."""
+        self._refusal = None if ended_window else PLAIN_BACKWARD
+
+    def forget(self) -> None:
+        """No backward runs, and no window is open any more."""
+        self.backward = None
+        self._refusal = None
+        self.reached.clear()
+        self.discard()
+
+    def zeroed(self, parameters: set[nn.Parameter]) -> None:
+        """The user has zeroed the gradients of these parameters."""
+        self.check_foreign()
+        self.unsynchronised -= parameters
 
     def track(self, trained: set[nn.Parameter]) -> None:
         """Note from now on which backwards reach these parameters."""
@@ -65,8 +113,8 @@ class Engine:
         """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
         if self.backward is not None or not self.reached:
             return
-        if self.refusal is not None or not self.ends_window:
-            raise RuntimeError(self.refusal or PLAIN_BACKWARD)
+        if self._refusal is not None or not self.ends_window:
+            raise RuntimeError(self._refusal or PLAIN_BACKWARD)
         self._note_foreign()
         self.reached.clear()
 

@@ -1,6 +1,7 @@
 """What ranks tell each other where a window ends: its sums, and in which batch and with which units they end it."""
 
 from collections import deque
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class RankAgreement:
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
         """
         number = ((window.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
-        uses = [parameter in window.used for parameter in parameters]
+        uses = list(map(window.used.__contains__, parameters))
         # Pinned, so that the host need not wait until they are on an accelerator.
         is_pinned = self._device.type != "cpu"
         numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
@@ -82,8 +83,7 @@ class RankAgreement:
             self.check_earlier(waits=False)
         unused: list[nn.Parameter] = []
         if others.device.type == "cpu" or not all(uses):
-            num_users = others[2:].tolist()
-            unused = [p for p, users in zip(parameters, num_users, strict=True) if users == 0]
+            unused = list(compress(parameters, (others[2:] == 0).tolist()))
         return totals, unused
 
     def _all_reduce(self, sums: Tensor, numbers: Tensor, has_uses: bool) -> tuple[Tensor, Tensor, int]:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import SECOND_BACKWARD, Engine
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.rank_agreement import Position, RankAgreement
 from lightning_automodel.gradients.token_loss import (
@@ -128,8 +128,7 @@ class GradientWindows:
         """
         self.num_resets += 1
         dropped = set(parameters)
-        self.engine.check_foreign()
-        self.engine.unsynchronised -= dropped
+        self.engine.zeroed(dropped)
         if self.engine.backward is not None:
             self._drop_within(self.engine.backward, dropped)
             return
@@ -172,9 +171,7 @@ class GradientWindows:
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
         self._kept = self._nothing
-        self.engine.reached.clear()
-        self.engine.refusal = None
-        self.engine.discard()
+        self.engine.forget()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
@@ -278,7 +275,7 @@ class GradientWindows:
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in held]
         backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
-        self.engine.backward = backward  # from here on, an exception puts back what is set aside
+        self.engine.begin_pass(backward)
         self._show(self._kept, held)
         self._kept = self._nothing
         return backward
@@ -326,8 +323,6 @@ class GradientWindows:
         older = backward.set_aside
         parts = list(map(GRAD.__get__, self.parameters))
         self._show(older, parts)
-        self.engine.backward = None
-        self.engine.refusal = SECOND_BACKWARD
         self._kept = parts
         if not backward.ends:
             return
@@ -359,7 +354,7 @@ class GradientWindows:
         self.last_step = self.weighting.report(totals)
 
     def abandon(self, error: BaseException) -> None:
-        """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
+        """After an ``error`` in a backward: put ``.grad`` back, unless that has ended, and drop all windows."""
         if self.engine.backward is not None:
             self._show(self.engine.backward.set_aside, list(map(GRAD.__get__, self.parameters)))
         try:
@@ -368,5 +363,3 @@ class GradientWindows:
         except Exception as later:
             # A device that has failed raises in each later call: the first error is the cause.
             error.add_note(f"Dropping the window raised {type(later).__name__} too.")
-        finally:
-            self.engine.backward = None

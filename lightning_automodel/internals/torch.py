@@ -5,8 +5,7 @@ Those of FSDP2 and of process groups stand in the files beside this one.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -178,16 +177,6 @@ use_and_writes: Callable[[Tensor], tuple[bool, int, int]] = attrgetter(
 """Whether a tensor requires gradients, and the version counters of it and of its ``alias``."""
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The version counters of these tensors; 0 for those of inference mode, which have none."""
-    tensors = list(tensors)
-    try:
-        return list(map(version, tensors))
-    except RuntimeError:
-        # Asking each first whether it is one takes longer than all the rest.
-        return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
-
-
 def patch_unscaling(
     scaler: GradScaler,
     device: torch.device,
@@ -240,14 +229,8 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
-    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
-
-    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
-    which they queue later: so a callback queues ``function``.
-    """
-    queue = Variable._execution_engine.queue_callback
-    output.register_hook(lambda _: queue(partial(queue, function)))
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Lets autograd call a function when the backward that runs has ended, before it returns."""
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:

@@ -16,6 +16,7 @@ a forward                 as before           as before                  stay fo
 :meth:`end_step`          HOOKS               as before                  freed
 :meth:`evaluating`        EVALUATION, then    as before                  freed before it, and after it
                           HOOKS
+:meth:`reuse_retained`    as before           as before                  shown again, if retained and current
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
 ========================  ==================  =========================  =======================================
@@ -39,16 +40,11 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import (
-    WRITTEN_BEFORE_BACKWARD,
-    GatheredUnit,
-    Phase,
-    shard_versions,
-)
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, shard_versions
+from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -93,7 +89,7 @@ class Reductions(Enum):
     ALL = (True, True, True)
 
 
-class FSDP2Window(Engine):
+class FSDP2Window(PhasedEngine):
     """Controls the communication of an FSDP2 model in each accumulation window, and what stays gathered.
 
     Reductions happen inside the strategy's own backwards. Any other backward, such as
@@ -213,7 +209,7 @@ class FSDP2Window(Engine):
 
     def start_step(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
-        self.release(retains=True)
+        self.reuse_retained()
         self.resume_step()
         self._versions_at_start = shard_versions(self._shards)
 
@@ -273,19 +269,23 @@ class FSDP2Window(Engine):
             elif unit.is_gathered:
                 unit.free()
 
-    @override
-    def release(self, retains: bool = False) -> None:
-        """Free what is gathered, so that nothing stale is used once weights are written.
-
-        ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were
-        written since.
-        """
+    def reuse_retained(self) -> None:
+        """Show retained parameters again, unless the sharded ones were written since; free all others."""
         for unit in self.units:
             unit.settle()
         for unit in self.units:
-            if not (retains and unit.is_retained and unit.is_current and unit.show_retained()):
+            if not (unit.is_retained and unit.is_current and unit.show_retained()):
                 unit.free()
                 unit.note_shards()
+
+    @override
+    def release(self) -> None:
+        """Free what is gathered, so that nothing stale is used once weights are written."""
+        for unit in self.units:
+            unit.settle()
+        for unit in self.units:
+            unit.free()
+            unit.note_shards()
 
     @override
     def requires_grad_changed(self) -> None:
@@ -303,10 +303,15 @@ class FSDP2Window(Engine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        retained: set[GatheredUnit] = set()
+        freed: set[GatheredUnit] = set()  # by a hook's forward
         for unit in self.units:
             unit.settle()
-        retained = {unit for unit in self.units if unit.is_retained}
-        freed = {unit for unit in retained if not unit.show_retained()}  # by a hook's forward
+        for unit in self.units:
+            if unit.is_retained:
+                retained.add(unit)
+                if not unit.show_retained():
+                    freed.add(unit)
         self._written = []
         if freed or shard_versions(self._shards) != self._versions_at_start:
             self._use_written_shards(retained, freed)

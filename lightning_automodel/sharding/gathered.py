@@ -10,7 +10,6 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
-from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.torch import local_tensor, use_and_writes, versions
+from lightning_automodel.internals.torch import local_tensor, use_and_writes, version
+from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.whole_copies import own_part
 
 _SUBSTITUTED = (
@@ -114,7 +114,7 @@ class GatheredTensor:
 
     __slots__ = ()  # or a parameter could not be given the classes below
     shard: Any
-    unit: Any
+    unit: "GatheredUnit"
     alias: Tensor
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad)
@@ -131,7 +131,7 @@ class _GatheredPart(GatheredTensor, DTensor):
     """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
 
 
-def make_gathered(gathered: Any, shard: nn.Parameter, unit: Any) -> None:
+def make_gathered(gathered: Any, shard: nn.Parameter, unit: "GatheredUnit") -> None:
     """Give what FSDP2 gathers of ``shard``, which stays the same object, its class."""
     gathered.shard = shard
     gathered.unit = unit
@@ -158,18 +158,13 @@ def text_of_refusal(shard: Any, gathered: Tensor) -> str:
 
 
 def shard_versions(shards: list[Any]) -> list[int]:
-    """How often each of ``shards`` was written, as autograd counts it."""
+    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
     with plain_access():
-        return versions(shards)
-
-
-class Phase(Enum):
-    """What runs, which decides what FSDP2 frees."""
-
-    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
-    STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
-    BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
-    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+        try:
+            return list(map(version, shards))
+        except RuntimeError:
+            # Asking each first whether it is one takes longer than all the rest.
+            return [0 if shard.is_inference() else version(shard) for shard in shards]
 
 
 # --- One unit -------------------------------------------------------------------------------------------------------
@@ -184,7 +179,7 @@ class GatheredUnit(fsdp2.Unit):
         hook: Of its forwards.
     """
 
-    def __init__(self, module: FSDPModule, number: int, engine: Any) -> None:
+    def __init__(self, module: FSDPModule, number: int, engine: PhasedEngine) -> None:
         super().__init__(module)
         self.number = number
         self.engine = engine

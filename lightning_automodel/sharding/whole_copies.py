@@ -26,7 +26,7 @@ from lightning_automodel.internals.dtensor import (
     tree_map,
     with_part,
 )
-from lightning_automodel.internals.torch import local_tensor, version, versions
+from lightning_automodel.internals.torch import local_tensor, version
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
@@ -129,8 +129,11 @@ class GatheredCopy:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._shard_version = versions([self.shard])
+        self._shard_version = self._count_writes_of_shard()
         self._whole_version = version(self.whole)
+
+    def _count_writes_of_shard(self) -> int:
+        return 0 if self.shard.is_inference() else version(self.shard)
 
     @torch.no_grad()
     def gather_again(self, function: Function) -> None:
@@ -143,7 +146,7 @@ class GatheredCopy:
 
         A view that one rank alone has kept may thus wait for the others, which are told what for.
         """
-        if versions([self.shard]) != self._shard_version:
+        if self._count_writes_of_shard() != self._shard_version:
             self.gather_again(function)
 
     def carry(self, function: Function) -> bool:

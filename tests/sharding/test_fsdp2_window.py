@@ -46,22 +46,22 @@ class Training:
     ) -> None:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(ends_window=is_last):
-            self.sync.release(retains=True)
+            self.sync.reuse_retained()
             self.sync.resume_step()
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
             window = Window(None, [], None, torch.zeros(3), trained=self.shards)
             backward = BackwardPass(window, is_last, False, [], set(), [])
-            self.sync.backward = backward
+            self.sync.begin_pass(backward)
             try:
                 self.sync.begin(backward, loss)
                 loss.backward()
                 self.sync.reduce(backward)
-                self.sync.reached.clear()
                 self.sync.keep(backward)
             finally:
-                self.sync.backward = None
+                self.sync.end_pass()
+                self.sync.returned(is_last)
 
     def window(
         self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None
@@ -108,7 +108,6 @@ def _abandon(defer: Deferral) -> dict[str, Tensor]:
     training.micro_batch(0, is_last=False)
     with pytest.raises(KeyError):
         training.micro_batch(1, is_last=True, fail=True)
-    training.sync.reached.clear()
     training.sync.recover()
     training.model.zero_grad()
     return training.window(2, 3)
@@ -126,7 +125,6 @@ def _keep_what_stood_before() -> dict[str, Tensor]:
     training.window(0)
     with pytest.raises(KeyError):
         training.micro_batch(1, is_last=True, fail=True)
-    training.sync.reached.clear()
     training.sync.recover()
     return training.gradients()
 

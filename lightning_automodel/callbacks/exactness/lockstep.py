@@ -98,6 +98,8 @@ class LockStep:
         self._trainer = trainer
         self._weighting = counting.weighting
         self._device = trainer.strategy.root_device
+        self._optimizers: list[Any] = []  # those of the Trainer, and what the module gets of them
+        self._missing: list[str] = []  # what cannot be put back after a replay
         self._run = run_of(trainer)
         self._context = None if self._run is None else self._run.micro_batches.context
         self._num_slices = 1 if self._context is None else self._context.group.size()
@@ -105,10 +107,13 @@ class LockStep:
         number = sampler.get("rank", trainer.global_rank)  # of the rank's data
         by_rank = collectives.gather_objects((number, recorded.micro_batches))
         self.is_counted = counting.settle([each for _, records in by_rank for each in records])
-        self.turns = self._in_turn(by_rank)
+        self.turns = self._arrange(by_rank)
 
-    def _in_turn(self, by_rank: Sequence[tuple[int, list[MicroBatch]]]) -> list[MicroBatch]:
-        """The micro-batches of all ranks, by the number of each one's data; of slices, those of this rank's place."""
+    def _arrange(self, by_rank: Sequence[tuple[int, list[MicroBatch]]]) -> list[MicroBatch]:
+        """Order the micro-batches of all ranks by the number of each one's data, and note which rank has each.
+
+        Of slices, those of this rank's place.
+        """
         ranks = sorted(range(len(by_rank)), key=lambda rank: by_rank[rank][0])
         num_peers = len(ranks) // len({data for data, _ in by_rank})
         position = ranks.index(group_rank()) % num_peers

@@ -21,9 +21,9 @@ from lightning_automodel.callbacks.exactness.parts import (
     weights_of,
 )
 from lightning_automodel.callbacks.running_strategy import run_of
+from lightning_automodel.gradients.engine import when_backward_ends
 from lightning_automodel.gradients.loss_graph import averaged_parts
 from lightning_automodel.gradients.window import BackwardPass, Window
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
 
@@ -151,7 +151,7 @@ class Recorder:
             loss.register_hook(note_older)
         recorded.micro_batches.append(self._newest)
         scale = loss_scale(self._trainer)
-        torch_internals.when_backward_ends(loss, functools.partial(self._finish, recorded, scale))
+        when_backward_ends(loss, functools.partial(self._finish, recorded, scale))
 
     def _finish(self, recorded: RecordedWindow, scale: float) -> None:
         """Keep what ``.grad`` holds in addition to older gradients, without the ``scale`` of a scaler."""

@@ -1,0 +1,20 @@
+"""The phases of a run under FSDP2."""
+
+from enum import Enum, auto
+
+from lightning_automodel.gradients.engine import Engine
+
+
+class Phase(Enum):
+    """What runs, which decides what FSDP2 frees."""
+
+    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
+    BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
+    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+
+
+class PhasedEngine(Engine):
+    """An engine that is in a phase."""
+
+    phase: Phase
