@@ -246,7 +246,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._barriers: set[str | None] = set()  # names of those that Lightning has called
         self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
         self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
-        self._resume: Resume | None = None  # of a fit
+        self._resume: Resume | None = None  # of a fit, while it runs
+        self._ended_fit: Resume | None = None  # where the last fit has ended, for later saves
         self._loader = CheckpointLoader()  # of the checkpoint that Lightning restores
         self._evaluation_steps = 0  # outside of a fit
         self._stops = False  # whether all ranks stop where this window ends
@@ -506,7 +507,7 @@ class AutomodelStrategy(ParallelStrategy):
         warn_untested()
         self._expect_barriers("pre_setup", "post_setup")
         if fitting:
-            self._resume = None
+            self._ended_fit = None
         self._patch_trainer(trainer)
         self._prepare_checkpoints(trainer)
         if self.accelerator is not None:
@@ -553,12 +554,13 @@ class AutomodelStrategy(ParallelStrategy):
         self._resume = Resume(
             trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
         )
-        run.windows.on_step = self._end_window
+        run.windows.on_step = self._reach_resumable_point
         zero_grad = module.on_validation_model_zero_grad
 
+        # No bound method, which a copy of the module would follow to process groups.
         def stop_or_zero_grad() -> None:
             self._stop_before_validation()
-            zero_grad()
+            run.zero_before_validation(zero_grad)
 
         self._patches.set(module, "on_validation_model_zero_grad", stop_or_zero_grad)
 
@@ -663,7 +665,7 @@ class AutomodelStrategy(ParallelStrategy):
         stops_by_hand = self._stops and not self._module.automatic_optimization
         # Where no gradients are held, or an epoch ends, no optimizer may step any more by hand.
         if stops_by_hand and (is_last_batch(trainer) or not run.holds_gradients()):
-            self._end_window()
+            self._reach_resumable_point()
         return output
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
@@ -715,8 +717,8 @@ class AutomodelStrategy(ParallelStrategy):
             run.windows.stepped(optimizer)  # a gradient scaler has skipped the step
         return output
 
-    def _end_window(self) -> None:
-        """Within a fit the ranks stop where an optimizer has stepped: a resumed run goes on from there exactly."""
+    def _reach_resumable_point(self) -> None:
+        """All batches so far are in the weights: a resumed run goes on from here exactly, and ranks may stop here."""
         if self._resume is not None:
             self._resume.stepped()
         if self._stops:
@@ -927,9 +929,10 @@ class AutomodelStrategy(ParallelStrategy):
         if is_together and self.world_size > 1:
             ranks = collectives.host_group(self._options.parsed_timeout)
         # What the checkpoint holds besides what Lightning has put into it.
-        if "optimizer_states" in checkpoint and self._resume is not None:
+        resume = self._resume or self._ended_fit
+        if "optimizer_states" in checkpoint and resume is not None:
             extra_states = differing_extra_states(module, filepath, ranks)
-            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
+            resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
         if not is_together:
             self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
@@ -1050,8 +1053,11 @@ class AutomodelStrategy(ParallelStrategy):
             if self._run is not None:
                 self._run.close()
         finally:
-            if self._resume is not None:
-                self._resume.close()
+            resume = self._resume
+            self._resume = None
+            if resume is not None:
+                self._ended_fit = resume
+                resume.close()
 
     # --- Explaining ---------------------------------------------------------------------------------------------------
 

@@ -243,7 +243,8 @@ class TrainingRun:
         checks.check_order(self.parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
-        self.watch_module()
+        self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
+        checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
 
     def check_parameters(self) -> None:
         """Raise before a window's first training step if parameters were replaced or hooked since set-up."""
@@ -252,18 +253,9 @@ class TrainingRun:
         if any(map(torch_internals.has_post_accumulate_hook, self._replicated)):
             checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
 
-    def watch_module(self) -> None:
-        """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
-        if not self.module.automatic_optimization:
-            zero = self.module.on_validation_model_zero_grad
-            self.patches.set(
-                self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
-            )
-        checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
-
-    def _zero_before_validation(self, zero: Callable[[], None]) -> None:
-        held = self.holds_gradients()
+    def zero_before_validation(self, zero: Callable[[], None]) -> None:
+        """Let the module zero gradients, and say so if that loses any."""
+        held = not self.module.automatic_optimization and self.holds_gradients()
         zero()
         if held and not self.holds_gradients():
             self.advice.say_once(

@@ -24,6 +24,7 @@ from tests.resume.resuming import (
     counting,
     differences,
     run,
+    training_loader,
 )
 
 DDP = {"data_parallel": "ddp"}
@@ -224,3 +225,21 @@ def resume_with_used_up_timer(folder: Path) -> int:
 
 def test_used_up_timer(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(resume_with_used_up_timer, tmp_path, timeout_s=120) == [2]
+
+
+def save_after_validating(folder: Path) -> list[str]:
+    """Runs on one rank: where a fit would go on by a checkpoint that is saved after it, and after a validation."""
+    trainer = run(Setting(DDP, {"max_epochs": 1}))[0]
+    found = []
+    for path in (folder / "ended.ckpt", folder / "validated.ckpt"):
+        trainer.save_checkpoint(path)
+        found.append(str(torch.load(path, weights_only=True)["lightning_automodel"]))
+        trainer.validate(trainer.lightning_module, training_loader("own generator", 0, 1), verbose=False)
+    return found
+
+
+def test_saved_after_a_later_validation(pool1: RankPool, tmp_path: Path) -> None:
+    """No fit is there any more, but where it has ended."""
+    ended, validated = pool1.run(save_after_validating, tmp_path, timeout_s=120)[0]
+    assert ended == validated
+    assert "random" in ended
