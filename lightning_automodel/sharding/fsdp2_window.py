@@ -43,8 +43,10 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, shard_versions
+from lightning_automodel.internals.torch import use_and_writes
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
+from lightning_automodel.sharding.shards import shard_versions
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -257,8 +259,7 @@ class FSDP2Window(PhasedEngine):
     def _show_shards(self, retained: bool, reductions: Reductions | None = None) -> None:
         """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
         self.enter(Phase.HOOKS, reductions)
-        for unit in self.units:
-            unit.settle()
+        self._settle()
         if self._num_comparisons_left > 0:
             self._num_comparisons_left -= 1
             for unit in self.units:
@@ -269,10 +270,15 @@ class FSDP2Window(PhasedEngine):
             elif unit.is_gathered:
                 unit.free()
 
+    def _settle(self) -> None:
+        """Let shards follow what was done to their copies. Not a collective."""
+        for unit in self.units:
+            if unit.noted != list(map(use_and_writes, unit.copies)):
+                unit.settle()
+
     def reuse_retained(self) -> None:
         """Show retained parameters again, unless the sharded ones were written since; free all others."""
-        for unit in self.units:
-            unit.settle()
+        self._settle()
         for unit in self.units:
             if not (unit.is_retained and unit.is_current and unit.show_retained()):
                 unit.free()
@@ -281,8 +287,7 @@ class FSDP2Window(PhasedEngine):
     @override
     def release(self) -> None:
         """Free what is gathered, so that nothing stale is used once weights are written."""
-        for unit in self.units:
-            unit.settle()
+        self._settle()
         for unit in self.units:
             unit.free()
             unit.note_shards()
@@ -305,8 +310,7 @@ class FSDP2Window(PhasedEngine):
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         retained: set[GatheredUnit] = set()
         freed: set[GatheredUnit] = set()  # by a hook's forward
-        for unit in self.units:
-            unit.settle()
+        self._settle()
         for unit in self.units:
             if unit.is_retained:
                 retained.add(unit)

@@ -13,25 +13,28 @@ other classes.
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.torch import local_tensor, use_and_writes, version
+from lightning_automodel.internals.torch import local_tensor, use_and_writes
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
-from lightning_automodel.sharding.whole_copies import own_part
+from lightning_automodel.sharding.shards import (
+    IN_HOOKS,
+    WRITTEN_TWICE,
+    check_is_gathered,
+    make_gathered,
+    make_plain,
+    shard_versions,
+    text_of_refusal,
+)
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
     " put its own ones back. Call it on modules inside of a unit: pass auto_wrap_policy=set(), which makes one"
     " unit of the model, or data_parallel='ddp'."
 )
-
-IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
-"""Where weights are written without being gathered."""
 
 WRITTEN_BEFORE_BACKWARD = (
     "was written between a forward and its backward, for which FSDP2 has the values of one time alone. One process"
@@ -40,135 +43,6 @@ WRITTEN_BEFORE_BACKWARD = (
 )
 """Why a trained shard must not be written before a backward that reaches it."""
 
-WRITTEN_TWICE = (
-    "was written while it was gathered, as a list or an optimizer holds its shard. Within a step, take"
-    f" parameters from the module (self.parameters()), or write them {IN_HOOKS}."
-)
-"""Why a shard must not be written while a step computes with its copy."""
-
-
-# --- Writes through `.data` -------------------------------------------------------------------------------------------
-
-
-def _get_data(gathered: Any) -> Tensor:
-    view: Tensor = gathered.alias.detach()
-    return view
-
-
-def _set_data(gathered: Any, value: Tensor) -> None:
-    shard = gathered.shard
-    if value.dtype != gathered.dtype:
-        raise RuntimeError(text_of_refusal(shard, gathered))
-    if value.shape != gathered.shape or hasattr(local_tensor(shard), "fsdp_post_all_gather"):
-        raise RuntimeError(
-            f"{shard.parameter_name} is sharded, and its copy of shape {tuple(gathered.shape)}, which FSDP2 has"
-            f" gathered, cannot become a tensor of shape {tuple(value.shape)}: write it {IN_HOOKS}. Change"
-            " shapes before the model is sharded, in __init__ or configure_model."
-        )
-    _check_is_gathered(gathered)
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    # In other memory, since a backward may need what FSDP2 has gathered.
-    memory = fsdp2.gather_elsewhere(shard.fsdp_param)
-    memory.copy_(own_part(value, gathered).detach())
-    for tensor in (gathered, gathered.alias):
-        if isinstance(tensor, DTensor):
-            torch_internals.set_local_tensor(tensor, memory)
-        else:
-            DATA.__set__(tensor, memory)
-    torch.autograd.graph.increment_version([gathered.alias])
-
-
-# --- Gradients --------------------------------------------------------------------------------------------------------
-
-
-def _get_grad(gathered: Any) -> Tensor | None:
-    if _is_asked_by_torch(gathered):
-        return GRAD.__get__(gathered)
-    return gathered.shard.grad
-
-
-def _set_grad(gathered: Any, value: Tensor | None) -> None:
-    if _is_asked_by_torch(gathered):
-        GRAD.__set__(gathered, value)
-    else:
-        gathered.shard.grad = value
-
-
-def _is_asked_by_torch(gathered: Any) -> bool:
-    """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.unit.engine.backward is not None or torch_internals.is_read_by_torch()
-
-
-# --- Classes ----------------------------------------------------------------------------------------------------------
-
-
-class GatheredTensor:
-    """A parameter that FSDP2 has gathered. It shows the gradient of the shard.
-
-    Attributes:
-        shard: The sharded parameter.
-        unit: Whose parameter it is.
-        alias: Shares the memory, and has a version counter of its own: that of writes through ``.data``.
-    """
-
-    __slots__ = ()  # or a parameter could not be given the classes below
-    shard: Any
-    unit: "GatheredUnit"
-    alias: Tensor
-    data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad)
-
-    def __deepcopy__(self: Any, memo: Any) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-
-class _Gathered(GatheredTensor, nn.Parameter):
-    """A whole parameter."""
-
-
-class _GatheredPart(GatheredTensor, DTensor):
-    """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
-
-
-def make_gathered(gathered: Any, shard: nn.Parameter, unit: "GatheredUnit") -> None:
-    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class."""
-    gathered.shard = shard
-    gathered.unit = unit
-    gathered.alias = DATA.__get__(gathered)
-    gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
-
-
-def make_plain(gathered: Any) -> None:
-    """Undo :func:`make_gathered`."""
-    gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-    for name in ("shard", "unit", "alias"):
-        delattr(gathered, name)
-
-
-def text_of_refusal(shard: Any, gathered: Tensor) -> str:
-    """Why what was written to a copy is not carried into the shard."""
-    if gathered.dtype == shard.dtype:
-        return f"{shard.parameter_name} {WRITTEN_TWICE}"
-    return (
-        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in"
-        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
-        f" {IN_HOOKS}. Or pass data_parallel='ddp'."
-    )
-
-
-def shard_versions(shards: list[Any]) -> list[int]:
-    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
-    with plain_access():
-        try:
-            return list(map(version, shards))
-        except RuntimeError:
-            # Asking each first whether it is one takes longer than all the rest.
-            return [0 if shard.is_inference() else version(shard) for shard in shards]
-
-
-# --- One unit -------------------------------------------------------------------------------------------------------
-
 
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
@@ -176,6 +50,8 @@ class GatheredUnit(fsdp2.Unit):
     Attributes:
         number: Of the unit, from 1.
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
+        copies: Of its parameters, the tensors that all gathers write to.
+        noted: What was known of the copies when the shards last followed them.
         hook: Of its forwards.
     """
 
@@ -189,10 +65,10 @@ class GatheredUnit(fsdp2.Unit):
         for group in self.groups:
             fsdp2.make_unsharded(group)
         self._shards = [param.sharded_param for param in self.params]
-        self._copies: list[Any] = []
+        self.copies: list[Any] = []
         for param in self.params:
-            make_gathered(param.unsharded_param, param.sharded_param, self)
-            self._copies.append(param.unsharded_param)
+            make_gathered(param.unsharded_param, param.sharded_param, engine)
+            self.copies.append(param.unsharded_param)
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -245,7 +121,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        self._noted = list(map(use_and_writes, self._copies))
+        self.noted = list(map(use_and_writes, self.copies))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -253,12 +129,12 @@ class GatheredUnit(fsdp2.Unit):
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        noted = list(map(use_and_writes, self._copies))
-        if noted == self._noted:
+        noted = list(map(use_and_writes, self.copies))
+        if noted == self.noted:
             return
         written = self._written_since(self._gathered_versions)
         for number, param in enumerate(self.params):
-            trained, *writes_before = self._noted[number]
+            trained, *writes_before = self.noted[number]
             trains, *writes_now = noted[number]
             shard = param.sharded_param
             if trains != trained and shard.requires_grad == trained:
@@ -294,9 +170,9 @@ class GatheredUnit(fsdp2.Unit):
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
         self.hook.remove()
-        for gathered in self._copies:
+        for gathered in self.copies:
             make_plain(gathered)
-        self._copies.clear()
+        self.copies.clear()
 
 
 def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
@@ -306,22 +182,10 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     if the shard was written too.
     """
     gathered = param.unsharded_param
-    _check_is_gathered(gathered)
+    check_is_gathered(gathered)
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
     if own.dtype != shard.dtype or not shard_is_current:
         raise RuntimeError(text_of_refusal(param.sharded_param, gathered))
     shard.copy_(own)
     torch.autograd.graph.increment_version([param.sharded_param])
-
-
-def _check_is_gathered(gathered: Any) -> None:
-    """Raise RuntimeError if a copy is written that FSDP2 has freed."""
-    memory = local_tensor(gathered.alias).untyped_storage()
-    if gathered.numel() > 0 and memory.size() == 0:
-        raise RuntimeError(
-            f"{gathered.shard.parameter_name} was written within a step or a forward, and FSDP2 has freed"
-            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
-            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
-            " data_parallel='ddp'."
-        )
