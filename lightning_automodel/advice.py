@@ -12,14 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
-from lightning_automodel.gradients.loss_weights import FirstLooks
-from lightning_automodel.gradients.token_loss import (
-    Count,
-    StepReport,
-    TokenWeighting,
-    count_samples,
-    has_count,
-)
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples, has_count
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.precision import HALF
 
@@ -46,7 +39,6 @@ class Advice:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._first_looks = FirstLooks()
         self._count_is_checked = False
         self._tensor_hooks = _TensorHooks()
 
@@ -63,25 +55,6 @@ class Advice:
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute"
                 " the loss in float32 (logits.float()) for exact gradients."
             )
-
-    def about_loss(
-        self,
-        module: nn.Module,
-        weighting: TokenWeighting,
-        loss: Tensor,
-        count: Count,
-        accumulate: int,
-    ) -> None:
-        """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
-        text = self._first_looks.advice(module, weighting, loss, count, accumulate)
-        if text is not None:
-            self.say_once(text)
-
-    def about_first_window(self, report: StepReport) -> None:
-        """Warn, when a run's first window has ended, about a loss of all ranks, which have counted differently."""
-        text = self._first_looks.advice_after(report)
-        if text is not None:
-            self.say_once(text)
 
     def noting_tensor_hooks(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Context of the first step, for :meth:`about_backward_hooks`. Compiled code would be compiled for it."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from lightning_automodel.advice import Advice, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
-from lightning_automodel.gradients.loss_weights import NUM_LOOKS
+from lightning_automodel.gradients.loss_weights import NUM_LOOKS, FirstLooks
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
@@ -90,6 +91,7 @@ class MicroBatches:
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
         self._num_to_advise = NUM_LOOKS  # micro-batches that may still read the device, for advice
+        self._looks = FirstLooks()
         # The step whose backwards run.
         self._step = _Step()
 
@@ -116,12 +118,7 @@ class MicroBatches:
             with attention, noting_hooks:
                 return step(*args, **kwargs)
 
-        try:
-            output = self.inputs.train(attending_step)
-        except StopIteration as error:
-            if self.windows.mesh.mesh.size() == 1 or self._draws_its_batches:
-                raise
-            raise stop_iteration_error("training_step") from error
+        output = self.call(partial(self.inputs.train, attending_step), "training_step")
         if not self.module.automatic_optimization:
             self.engine.end_step()
         elif self._has_hooks_before_backward:
@@ -144,6 +141,16 @@ class MicroBatches:
         if self.context is None:
             return args, nullcontext()
         return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
+
+    def call(self, step: Callable[[], Any], name: str) -> Any:
+        """Run a step of the module. RuntimeError where Lightning would take a StopIteration on one rank for its end."""
+        try:
+            return step()
+        except StopIteration as error:
+            is_alone = self.windows.mesh.mesh.size() == 1
+            if is_alone or lightning_internals.draws_its_batches(getattr(self.module, name)):
+                raise
+            raise stop_iteration_error(name) from error
 
     @contextmanager
     def communicating(self, ends_window: bool) -> Generator[None, None, None]:
@@ -218,7 +225,7 @@ class MicroBatches:
             raise
         engine.returned(backward.ends)
         if is_first_window and windows.last_step is not None:
-            self.advice.about_first_window(windows.last_step)
+            self._tell(self._looks.advice_after(windows.last_step))
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
@@ -260,9 +267,13 @@ class MicroBatches:
         self._num_to_advise -= 1
         self.advice.about_half_precision(loss)
         if aux_loss is None:
-            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by)
+            self._tell(self._looks.advice(self.module, self.weighting, loss, count, divided_by))
         if self.windows.last_step is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
+
+    def _tell(self, text: str | None) -> None:
+        if text is not None:
+            self.advice.say_once(text)
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.

@@ -199,9 +199,9 @@ class StrategyOptions:
         """Whether the engine is FSDP2."""
         return self.data_parallel == "fsdp2"
 
-    def given_sizes(self) -> dict[str, Any]:
-        """Sizes of the mesh that differ from their defaults, by keyword."""
-        return {name: getattr(self, name) for name in self._changed(_SIZES)}
+    def sizes(self, given: bool = False) -> dict[str, Any]:
+        """Sizes of the mesh, by keyword; only those that differ from their defaults if ``given``."""
+        return {name: getattr(self, name) for name in (self._changed(_SIZES) if given else _SIZES)}
 
     def without_effect(self) -> list[str]:
         """One sentence for each option that has no effect because of another one."""

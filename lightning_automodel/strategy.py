@@ -428,16 +428,14 @@ class AutomodelStrategy(ParallelStrategy):
         options = self._options
         device_type = self.root_device.type
         if options.device_mesh is not None:
-            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
+            return adopt_mesh(
+                options.device_mesh, device_type, options.data_parallel, options.sizes(given=True)
+            )
         sizes = resolve_sizes(
             data_parallel=options.data_parallel,
-            data_parallel_size=options.data_parallel_size,
-            data_parallel_replicate_size=options.data_parallel_replicate_size,
-            tensor_parallel_size=options.tensor_parallel_size,
-            context_parallel_size=options.context_parallel_size,
-            expert_parallel_size=options.expert_parallel_size,
             world_size=self.world_size,
             num_nodes=self.num_nodes,
+            **options.sizes(),
         )
         return build_mesh(device_type, sizes, timeout)
 
@@ -508,8 +506,12 @@ class AutomodelStrategy(ParallelStrategy):
         self._expect_barriers("pre_setup", "post_setup")
         if fitting:
             self._ended_fit = None
-        self._patch_trainer(trainer)
-        self._prepare_checkpoints(trainer)
+        if self._supervisor.watch is not None:
+            # All ranks decide alike where Lightning lets each decide by its own signals.
+            ask_to_requeue = partial(self._supervisor.watch.stop.ask, REQUEUE)
+            lightning_internals.patch_signals(trainer, ask_to_requeue, self._patches)
+        self._saver.choose_form(self.checkpoint_io, self.world_size)
+        self._saver.patch_callbacks(trainer, self._patches)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         self._start_run(trainer)
@@ -521,17 +523,6 @@ class AutomodelStrategy(ParallelStrategy):
         if fitting:
             self._move_optimizer_states()
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
-
-    def _patch_trainer(self, trainer: "pl.Trainer") -> None:
-        """Let all ranks decide alike where Lightning lets each decide by its own signals."""
-        if self._supervisor.watch is not None:
-            ask_to_requeue = partial(self._supervisor.watch.stop.ask, REQUEUE)
-            lightning_internals.patch_signals(trainer, ask_to_requeue, self._patches)
-
-    def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
-        """Decide on the form of checkpoints, and watch the callbacks that save them."""
-        self._saver.choose_form(self.checkpoint_io, self.world_size)
-        self._saver.patch_callbacks(trainer, self._patches)
 
     def _start_run(self, trainer: "pl.Trainer") -> None:
         """Distribute the module. A collective over the world."""
@@ -757,7 +748,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         run = self._required_run
-        run.release_gathered()
+        run.engine.release()
         if self._supervisor.watch is not None:
             # A rank that stops alone would communicate with others' steps.
             self._supervisor.watch.await_end_of_training()
@@ -906,7 +897,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _named(self, optimizer: Optimizer) -> NamedOptimizer:
         optimizer = unwrap(optimizer)
-        owned = {} if self._run is None else self._run.owned(optimizer)
+        owned = {} if self._run is None else self._run.steps.whole.of(optimizer)
         return NamedOptimizer(self._module, optimizer, owned)
 
     @override
@@ -962,7 +953,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
-        self._required_run.release_gathered()
+        self._required_run.engine.release()
         if weights_only is None:
             weights_only = self._supervisor.weights_only
         self._loader = CheckpointLoader()

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.advice import Advice, stop_iteration_error
+from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
@@ -31,7 +31,6 @@ from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
@@ -272,19 +271,16 @@ class TrainingRun:
             result = closure()
         else:
             with self.micro_batches.communicating(ends_window=True):
-                result = self._window_loss(closure())
+                result = closure()
+            report = self.windows.last_step
+            if isinstance(result, Tensor) and report is not None:
+                # That of the window over all ranks, not of this rank's micro-batch.
+                result = report.loss.to(result.dtype)
         scaler = self.windows.scaling.scaler
         if scaler is not None and (result is not None or not self.module.automatic_optimization):
             self.steps.check(optimizer)
             scaler.unscale_(optimizer)  # before the step, or fused optimizers would divide by the scale
         return result
-
-    def _window_loss(self, result: Any) -> Any:
-        """What an optimizer learns of the loss: that of the window over all ranks, not of this rank's micro-batch."""
-        report = self.windows.last_step
-        if not isinstance(result, Tensor) or report is None:
-            return result
-        return report.loss.to(result.dtype)
 
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
@@ -295,7 +291,7 @@ class TrainingRun:
 
     def start_validation(self) -> None:
         """Let all ranks validate one model: that of the shards, with rank 0's buffers. A collective."""
-        self.release_gathered()
+        self.engine.release()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.check_replicas()
         self.engine.synchronize_buffers()
@@ -310,10 +306,6 @@ class TrainingRun:
         ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
         check_replicas(self.module, self._mesh, self.device, ignored)
 
-    def release_gathered(self) -> None:
-        """Free gathered parameters, since weights may be written next. Not a collective."""
-        self.engine.release()
-
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
     ) -> Any:
@@ -322,15 +314,8 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                try:
-                    with attention:
-                        return step(*args, **kwargs)
-                except StopIteration as error:
-                    if self._mesh.group.size() == 1 or draws_its_batches(
-                        getattr(self.module, step.__name__)
-                    ):
-                        raise
-                    raise stop_iteration_error(step.__name__) from error
+                with attention:
+                    return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 
@@ -345,10 +330,6 @@ class TrainingRun:
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
-
-    def owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
-        """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
-        return self.steps.whole.of(optimizer)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs of earlier windows: range factor, last report."""

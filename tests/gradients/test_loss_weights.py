@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.advice import Advice
+from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, relative_error
@@ -92,19 +92,17 @@ SAID: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(("loss_shift", "given"), [(1, 0), (0, 1), (0, 0), (1, 1)])
-def test_a_shift_is_told(loss_shift: int, given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_is_told(loss_shift: int, given: int) -> None:
     """A step that shifts its labels itself, or does not, while the other is counted."""
-    told: list[str] = []
-    advice = Advice()
-    monkeypatch.setattr(advice, "say_once", told.append)
+    told: list[str | None] = []
+    looks = FirstLooks()
     for num_rows in (1, 2):
         for rows in (ONE[:3], OTHER[:2]):
             labels = rows.abs().repeat(num_rows, 1)
             loss = ce(labels[:, loss_shift:].flatten())
-            advice.about_loss(
-                LightningModule(), TokenWeighting(label_shift=given), loss, labels[:, given:].numel(), 1
-            )
-    assert ["label_shift= or" in text for text in told] == [True] * (loss_shift != given)
+            weighting = TokenWeighting(label_shift=given)
+            told.append(looks.advice(LightningModule(), weighting, loss, labels[:, given:].numel(), 1))
+    assert ["label_shift= or" in text for text in told if text is not None] == [True] * (loss_shift != given)
 
 
 @pytest.mark.parametrize(("options", "loss", "count", "said"), SAID.values(), ids=SAID)
@@ -117,30 +115,30 @@ def test_a_count_that_contradicts_the_loss_is_told(
     said: str | None,
     accumulate: int,
     as_tensor: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once, and in words of what the loss does."""
-    told: list[str] = []
-    advice = Advice()
+    told: list[str | None] = []
+    looks = FirstLooks()
     module = LightningModule()
-    monkeypatch.setattr(advice, "say_once", told.append)
     for labels in (ONE, OTHER, OTHER, ONE, OTHER):
         number = torch.as_tensor(count(labels)) if as_tensor else float(count(labels))
-        advice.about_loss(module, TokenWeighting(**options), loss(labels) / accumulate, number, accumulate)
-    assert len(told) == (said is not None)
+        weighting = TokenWeighting(**options)
+        told.append(looks.advice(module, weighting, loss(labels) / accumulate, number, accumulate))
+    found = [text for text in told if text is not None]
+    assert len(found) == (said is not None)
     if said is not None:
-        assert said in told[0]
+        assert said in found[0]
 
 
 def test_only_the_first_micro_batches_are_looked_at() -> None:
     """The host would wait for an accelerator."""
-    advice = Advice()
+    looks = FirstLooks()
     module = LightningModule()
     weighting = TokenWeighting(count_label_tokens=count_samples)
     for _ in range(4):
-        advice.about_loss(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
+        looks.advice(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
     unread = torch.empty((), device="meta")
-    advice.about_loss(module, weighting, unread, unread, 1)
+    looks.advice(module, weighting, unread, unread, 1)
 
 
 # --- Losses of all ranks ----------------------------------------------------------------------------------------------

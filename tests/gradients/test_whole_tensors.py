@@ -75,7 +75,7 @@ class Look(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         [described] = trainer.strategy.describe()["optimizer_step"]
         self.groups = described["groups"]
-        owned = trainer.strategy._required_run.owned(trainer.optimizers[0])
+        owned = trainer.strategy._required_run.steps.whole.of(trainer.optimizers[0])
         self.num_owned = sum(parameter.numel() for parameter, is_own in owned.items() if is_own)
 
 
