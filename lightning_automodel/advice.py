@@ -100,12 +100,18 @@ class Advice:
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
-        """Warn, in the first step without a count of its own, if a Hugging Face model drops other labels."""
-        if self._count_is_checked or has_count(output) or not weighting.per_token_loss:
+        """Warn, in the first step whose labels are counted, of a Hugging Face model whose own loss drops other ones."""
+        counts_labels = weighting.per_token_loss and weighting.count_label_tokens is None
+        if self._count_is_checked or has_count(output) or not counts_labels:
             return
         self._count_is_checked = True
-        if weighting.count_label_tokens is None:
-            self._about_label_shift(module, weighting)
+        is_shifted = weighting.label_shift > 0 or weighting.label_key == SHIFTED_LABELS
+        if not is_shifted and contains_hugging_face_causal_lm(module):
+            self.say_once(
+                "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop"
+                " the first label of each row: pass label_shift=1 if training_step returns the model's own"
+                " loss."
+            )
 
     def about_class_weights(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
         """Warn, in an evaluation that returns no count, of losses with class weights; of training, see `about_loss`."""
@@ -121,16 +127,6 @@ class Advice:
                     " label counts as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()}"
                     " from the step."
                 )
-
-    def _about_label_shift(self, module: nn.Module, weighting: TokenWeighting) -> None:
-        """Warn about a Hugging Face model whose own loss drops other labels than ``label_shift`` says."""
-        is_shifted = weighting.label_shift > 0 or weighting.label_key == SHIFTED_LABELS
-        if not is_shifted and contains_hugging_face_causal_lm(module):
-            self.say_once(
-                "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop"
-                " the first label of each row: pass label_shift=1 if training_step returns the model's own"
-                " loss."
-            )
 
 
 def stop_iteration_error(where: str) -> RuntimeError:

@@ -959,8 +959,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._loader = CheckpointLoader()
         checkpoint = self._loader.open(checkpoint_path, weights_only, self.checkpoint_io)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
-        trainer = self._module.trainer
-        if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self._resume is not None:
             self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
         self._loader.watch_loops()
         return checkpoint
