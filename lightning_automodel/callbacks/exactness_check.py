@@ -1,8 +1,8 @@
 """The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
-In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step
-depends on; ``lockstep`` computes micro-batches again, with ``parts`` of weights and gradients; ``counting``
-tells what each should weigh, ``comparison`` drives these and asks forwards alone, and ``verdict`` judges.
+In ``exactness/``, ``lockstep`` records the micro-batches and gradients of windows, with ``moment`` what a step
+depends on, computes them again, and asks forwards alone; ``counting`` tells what each should weigh, and
+``verdict`` judges.
 """
 
 import logging
@@ -12,20 +12,19 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.callbacks.exactness import verdict
-from lightning_automodel.callbacks.exactness.comparison import compare, reason_against
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.lockstep import LockStep
-from lightning_automodel.callbacks.exactness.parts import local_part
-from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
-from lightning_automodel.callbacks.exactness.verdict import StepResult
+from lightning_automodel.callbacks.exactness.lockstep import LockStep, RecordedWindow
+from lightning_automodel.callbacks.exactness.verdict import (
+    WRONG,
+    StepResult,
+    compare,
+    conclude,
+    reason_against,
+)
 from lightning_automodel.callbacks.running_strategy import run_of
-from lightning_automodel.data.samplers import distributed_sampler
-from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
 
@@ -110,14 +109,14 @@ class ExactnessCheck(Callback):
                 "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
                 " under other strategies: pass them to AutomodelStrategy alone."
             )
-        reason = reason_against(trainer, pl_module)
-        if reason:
-            self._say(trainer, verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
-            return
         weighting = self._given if run is None else run.windows.weighting
-        self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
-        self._recorder = Recorder(trainer, self._counting, self._patches)
-        self._recorder.start()
+        counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
+        self._lockstep = LockStep(trainer, counting, self._patches)
+        reason = reason_against(self._lockstep)
+        if reason:
+            self._finish(trainer, reason)
+        else:
+            self._lockstep.start()
 
     # --- One step -----------------------------------------------------------------------------------------
 
@@ -141,22 +140,23 @@ class ExactnessCheck(Callback):
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        recorder = self._recorder
-        for recorded in recorder.finished or [RecordedWindow()]:
-            lockstep = LockStep(trainer, self._counting, recorder, recorded)
+        lockstep = self._lockstep
+        ended = [window for window in lockstep.windows.values() if window.gradients is not None]
+        for window in ended or [RecordedWindow()]:
+            lockstep.take(window)
             if lockstep.turns:  # else no rank has computed a loss
-                step = compare(lockstep, self._counting.unit, asks_forwards=not self.results)
-                self.results.append(step)
+                self.results.append(compare(lockstep, asks_forwards=not self.results))
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
-            recorder.start()
+            lockstep.start()
 
     # --- The verdict --------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._patches.restore()
         if self.verdict is None:
             self._finish(trainer)
 
@@ -166,22 +166,11 @@ class ExactnessCheck(Callback):
     ) -> None:
         self._patches.restore()
 
-    def _finish(self, trainer: pl.Trainer) -> None:
-        self._patches.restore()
-        wrong_count = next(filter(None, collectives.gather_objects(self._counting.wrong())), "")
-        found = verdict.verdict_of(self.results, wrong_count)
-        size = sum(local_part(p).nbytes for p in self._recorder.parameters.values())
-        report = verdict.report_of(self.results, found, wrong_count, self._counting)
-        loaders = CombinedLoader(trainer.train_dataloader).flattened
-        report += verdict.of_samples(map(distributed_sampler, loaders))
-        report.append(verdict.of_cost(self._seconds, size))
-        self._say(trainer, found, "\n  ".join(report))
-        del self._recorder, self._counting  # with batches, gradients and weights on the host
-        if self._raises and found == verdict.WRONG:
-            raise RuntimeError(self.report)
-
-    def _say(self, trainer: pl.Trainer, found: str, report: str) -> None:
-        self.verdict = found
-        self.report = report
+    def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:
+        self.verdict, lines = conclude(self.results, self._lockstep, self._seconds, reason)
+        self.report = "\n  ".join(lines)
+        del self._lockstep  # with batches, gradients and weights on the host
         if trainer.is_global_zero:
-            log.warning(report)  # its user has asked for it, and many silence what is below
+            log.warning(self.report)  # its user has asked for it, and many silence what is below
+        if self._raises and self.verdict == WRONG:
+            raise RuntimeError(self.report)

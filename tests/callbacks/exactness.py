@@ -527,6 +527,20 @@ class Writing(Manual):
             self.net.head.weight.mul_(0.9)
 
 
+class SteppingAgain(Manual):
+    """Steps its optimizer twice, but not in the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        steps = iter(range(100))
+        self.count_steps = lambda: next(steps)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if self.count_steps() > 0:
+            self.optimizers().step()
+
+
 class Gan(Classifier):
     """Two optimizers, stepped one after the other in a step, whose losses depend on each other's weights.
 
@@ -882,6 +896,11 @@ TRAININGS: dict[str, Training] = {
             "manual, writing": Training(
                 lambda: Writing(2), strategy="ddp", verdict="not checked", says="weights are written within"
             ),
+            "manual, stepping again": Training(
+                SteppingAgain,
+                verdict="not checked",
+                says="has stepped optimizers more often than in the run",
+            ),
             "manual, slices": Training(lambda: ManualSlices(), data=lambda _: sentences(0), options=SLICED),
             "manual, lightning": Training(
                 Manual, strategy="lightning", verdict="not checked", says="DDPStrategy does not tell which"
@@ -968,7 +987,7 @@ TRAININGS: dict[str, Training] = {
     "waiting": replace(of_images, module=Waiting),
     "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
     "by rank": Training(ByRank, verdict="not checked", says="depends on the rank"),
-    "a stream": Training(UsesStream, verdict="not checked", says="It lacks self.stream"),
+    "a stream": Training(UsesStream, verdict="not checked", says="without iterators that modules hold"),
     "two denominators": Training(TwoDenominators, says="EXACT if each"),
     "a callback": Training(callbacks=lambda: [Changing()]),
     "a write between": Training(

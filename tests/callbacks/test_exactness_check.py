@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import ExactnessCheck
-from lightning_automodel.callbacks.exactness.moment import Moment, leaving_no_trace
+from lightning_automodel.callbacks.exactness.moment import leaving_no_trace, moment_of, restore
 from lightning_automodel.distributed import collectives
 from tests.callbacks import random_trainings
 from tests.callbacks.exactness import (
@@ -97,12 +97,12 @@ class Holding(nn.Module):
 def test_values_stay_shared() -> None:
     """Also after a value that could be pickled in part."""
     module = Holding()
-    moment = Moment.of(module, torch.device("cpu"))
+    moment = moment_of(module, torch.device("cpu"))
     lost = module.lost
     module.first[0] = 5
     module.later = "a cache"
     module.inner.register_buffer("made", torch.ones(1))
-    moment.restore(module, torch.device("cpu"))
+    restore(moment, module, torch.device("cpu"))
     assert not hasattr(module, "later")
     assert not hasattr(module.inner, "made")
     assert module.first == [0]

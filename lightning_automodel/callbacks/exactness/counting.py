@@ -25,8 +25,9 @@ class MicroBatch:
         loss: As it was in the run.
         count: What it should weigh; NaN if it cannot be counted.
         parts: Those of its loss; empty if the graph does not tell.
-        source: The rank that sends the batch to all.
-        whole_count: Of all slices of the batch.
+        replayed_loss: As it is in the replay.
+        source: The rank that sends the batch to all: its own, or the first with the same data.
+        whole_count: The mean over all slices of the batch.
     """
 
     step: int
@@ -34,6 +35,7 @@ class MicroBatch:
     loss: float
     count: float
     parts: list[LossTerm]
+    replayed_loss: float = math.nan
     source: int = 0
     whole_count: float = math.nan
 
@@ -71,22 +73,18 @@ class Counting:
         except (ValueError, TypeError):
             return math.nan
         if self._is_given:
-            advice = self._looks.advice(module, self.weighting, loss, count, 1)
-            self._advice = self._advice or advice or ""
+            self._advice = self._advice or self._looks.advice(module, self.weighting, loss, count, 1) or ""
         return count
 
     def settle(self, window: list[MicroBatch]) -> bool:
-        """Set the counts of a window's micro-batches, of all ranks: to 1 if one is unknown. Returns whether none is."""
+        """Set the counts of a window's micro-batches, of all ranks. Returns whether all are known."""
         divisors = [each.divisor for each in window]
         factors = {tuple(part.factor for part in each.parts) for each in window}
         self._by_graph = not (self._is_given or any(map(math.isnan, divisors)) or len(factors) > 1)
         if self._by_graph:
-            counts = divisors
-        else:
-            counts = [each.count for each in window]
-        is_counted = not any(map(math.isnan, counts))
-        for each, count in zip(window, counts, strict=True):
-            each.count = count if is_counted else 1.0
+            for each in window:
+                each.count = each.divisor
+        is_counted = not any(math.isnan(each.count) for each in window)
         if is_counted:
             self._counted += window
         return is_counted
@@ -118,29 +116,24 @@ class Counting:
         """Why the count is taken on trust; empty if all losses divide by it."""
         if self._by_graph or not self.weighting.per_token_loss:
             return ""
-        backwards = {each.backward for each in self._counted}
-        return next(filter(None, map(self._doubt, backwards)), "")
-
-    def _doubt(self, backward: int) -> str:
-        """The same of the losses of one of the backwards that each step has."""
-        counted = [each for each in self._counted if each.count and each.backward == backward]
-        kinds = {tuple(part.kind for part in each.parts) for each in counted}
-        if () in kinds:
-            return "the graph of the loss does not tell what it divides by"
-        if len(kinds) > 1:
-            return "losses differ in their parts"
         is_sum = self.weighting.loss_reduction == "sum"
-        ratios = [
-            [part.divisor / part.factor / (1.0 if is_sum else each.count) for part in each.parts]
-            for each in counted
-        ]
-        for of_part in zip(*ratios, strict=True):
-            if not math.isclose(min(of_part), max(of_part), rel_tol=_SAME):
-                unit = "micro-batch" if is_sum else self.unit
-                return (
-                    f"losses, or parts of them, divide by {min(of_part):.3g} to {max(of_part):.3g} numbers"
-                    f" for each {unit}"
-                )
+        unit = "micro-batch" if is_sum else self.unit
+        for backward in {each.backward for each in self._counted}:  # of each step
+            counted = [each for each in self._counted if each.count and each.backward == backward]
+            kinds = {tuple(part.kind for part in each.parts) for each in counted}
+            if () in kinds:
+                return "the graph of the loss does not tell what it divides by"
+            if len(kinds) > 1:
+                return "losses differ in their parts"
+            ratios = [
+                [part.divisor / part.factor / (1.0 if is_sum else each.count) for part in each.parts]
+                for each in counted
+            ]
+            for of_part in zip(*ratios, strict=True):
+                least = min(of_part)
+                most = max(of_part)
+                if not math.isclose(least, most, rel_tol=_SAME):
+                    return f"losses, or parts of them, divide by {least:.3g} to {most:.3g} numbers for each {unit}"
         return ""
 
     def sentence(self) -> str:
@@ -154,3 +147,17 @@ class Counting:
 def plural(noun: str) -> str:
     """The plural of a countable noun."""
     return noun + ("es" if noun.endswith("ch") else "s")
+
+
+def percent(value: float) -> str:
+    """A share in percent."""
+    return f"{100 * value:.3g} %"
+
+
+def range_of(values: Tensor) -> str:
+    """The smallest and the largest of some shares."""
+    low = percent(float(values.min()))
+    high = percent(float(values.max()))
+    if low == high:
+        return low
+    return f"{low} to {high}"

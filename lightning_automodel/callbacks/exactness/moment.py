@@ -12,7 +12,6 @@ import pickle
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,51 +27,39 @@ _NO_STATE = {"lightning", "lightning_automodel", "torch"}  # such as a Trainer o
 _COLLECTIONS = (dict, list, set, deque)
 
 
-@dataclass
-class Moment:
-    """Random states, and attributes and buffers of modules that are state: all by value, in host memory."""
+def moment_of(module: nn.Module, device: torch.device) -> bytes:
+    """Random states, and attributes and buffers of modules that are state, in one piece: they may share a value."""
+    file = io.BytesIO()
+    _Pickler(file, module).dump((rng.global_states(device), _state(module)))
+    return file.getvalue()
 
-    random: dict[str, Any]
-    state: bytes  # in one piece: attributes may share a value
 
-    @classmethod
-    def of(cls, module: nn.Module, device: torch.device) -> "Moment":
-        """Copies of all of it."""
-        file = io.BytesIO()
-        _Pickler(file, _names(module)).dump(_state(module))
-        return cls(rng.global_states(device), file.getvalue())
-
-    def restore(self, module: nn.Module, device: torch.device) -> None:
-        """Set copies of all of it; state that was made since, such as a cache, is deleted."""
-        rng.set_global_states(self.random, device)
-        wanted = _Unpickler(io.BytesIO(self.state), _parts(module)).load()
-        attributes = _attributes(module)
-        for owner, name in _state(module).keys() - wanted.keys():
-            del attributes[owner][name]
-        for (owner, name), value in wanted.items():
-            attributes[owner][name] = value
+def restore(moment: bytes, module: nn.Module, device: torch.device) -> None:
+    """Set copies of all of it; state that was made since, such as a cache, is deleted."""
+    unpickler = pickle.Unpickler(io.BytesIO(moment))
+    unpickler.persistent_load = _parts(module).__getitem__  # type: ignore[method-assign]
+    random_states, wanted = unpickler.load()
+    rng.set_global_states(random_states, device)
+    attributes = _attributes(module)
+    for owner, name in _state(module):
+        del attributes[owner][name]
+    for (owner, name), value in wanted.items():
+        attributes[owner][name] = value
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[list[str]]:
-    """Context at whose end modules hold their own attributes and buffers, and random states are what they were.
-
-    Yields the names of iterators, which are missing in it.
-    """
+def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context at whose end modules hold their own attributes and buffers, and random states are what they were."""
     random_states = rng.global_states(device)
     held = [(values, dict(values)) for values in _attributes(module).values()]
-    missing = []
     for values, own in held:
-        for name, value in own.items():
-            if name in _OF_EVERY_MODULE:
-                continue
-            if type(value) in _COLLECTIONS:  # the step may add to one that is no state
-                values[name] = copy.copy(value)
-            elif isinstance(value, Iterator):
-                values[name] = None
-                missing.append(f"self.{name}")
+        for name in own.keys() - _OF_EVERY_MODULE:
+            if type(own[name]) in _COLLECTIONS:  # the step may add to one that is no state
+                values[name] = copy.copy(own[name])
+            elif isinstance(own[name], Iterator):
+                del values[name]
     try:
-        yield missing
+        yield
     finally:
         rng.set_global_states(random_states, device)
         for values, own in held:
@@ -91,38 +78,32 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _state(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Those that are state, by owner and name."""
-    names = _names(module)
+    pickler = _Pickler(io.BytesIO(), module)
     state = {}
     for owner, attributes in _attributes(module).items():
-        for name, value in attributes.items():
-            if name in _OF_EVERY_MODULE:
-                continue
+        for name in attributes.keys() - _OF_EVERY_MODULE:
             with suppress(Exception):  # it cannot be pickled
-                _Pickler(io.BytesIO(), names).dump(value)
-                state[owner, name] = value
+                pickler.clear_memo()
+                pickler.dump(attributes[name])
+                state[owner, name] = attributes[name]
     return state
 
 
-def _parts(module: nn.Module) -> dict[str, Any]:
-    """Parameters and modules by name: a value refers to this module's own."""
-    return {**dict(module.named_parameters()), **dict(module.named_modules())}
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    """The same by their identity."""
-    return {id(part): name for name, part in _parts(module).items()}
+def _parts(module: nn.Module) -> list[Any]:
+    """Its modules and parameters: a value refers to this module's own, by their number."""
+    return [*module.modules(), *module.parameters()]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as they are in this moment, parts of the module by ``names``. Raises for what is no state."""
+    """Pickles tensors as they are in this moment, parts of the module by number. Raises for what is no state."""
 
-    def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
+    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
-        self._names = names
+        self._numbers = {id(part): number for number, part in enumerate(_parts(module))}
 
-    def persistent_id(self, value: Any) -> str | None:
+    def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, (nn.Module, nn.Parameter)):
-            return self._names[id(value)]
+            return self._numbers[id(value)]
         return None
 
     def reducer_override(self, value: Any) -> Any:
@@ -139,15 +120,5 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, parts: dict[str, Any]) -> None:
-        super().__init__(file)
-        self._parts = parts
-
-    def persistent_load(self, name: str) -> Any:
-        return self._parts[name]
-
-
-def _tensor(saved: bytes, device: str) -> Tensor:
-    loaded: Tensor = torch.load(io.BytesIO(saved), map_location=device, weights_only=False)
-    return loaded
+def _tensor(saved: bytes, device: str) -> Any:
+    return torch.load(io.BytesIO(saved), map_location=device, weights_only=False)

@@ -1,17 +1,25 @@
-"""Judges the gradients of each step, and says in words what was found."""
+"""Compares the gradients of windows with those of one batch, and says in words what was found."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_automodel.callbacks.exactness.counting import Counting, plural
-from lightning_automodel.data.samplers import Ranks, repeats
+from lightning_automodel.callbacks.exactness.counting import percent, plural, range_of
+from lightning_automodel.callbacks.exactness.lockstep import LockStep, Parts, ReplayError, agree, local_part
+from lightning_automodel.data.samplers import Ranks, distributed_sampler, repeats
+from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_size
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 
 EXACT = "exact"
 WRONG = "wrong"
@@ -22,9 +30,8 @@ _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
 _LEAST = 16  # roundings that are no error
 _MOST_ROUNDING = 0.01  # with which gradients in single precision still mean something
+_INFINITE = 1e100  # an error as large, or NaN
 _SLOPE_OFF = 0.02  # by the curvature of the loss, and its rounding
-
-Norms = Mapping[str, float]
 
 
 @dataclass
@@ -36,12 +43,10 @@ class StepResult:
         gradient_error: Distance of the gradients from those of one batch.
         rounding: The same for gradients that differ by rounding alone.
         parameters: Errors of single parameters that are larger than rounding.
-        explanation: The weights of micro-batches in the gradients, in words, if they explain the difference.
+        explanation: The weights of micro-batches in the gradients, or the parameters that are off, in words.
         unequal: Weights that are not the same on all ranks.
         slope: The change of the loss along the gradients, relative to what they promise, by forwards alone;
             None if it was not measured.
-        is_manual: Whether it is one of several windows of a step of manual optimization.
-        is_sharded: Whether the replay is not independent of the strategy, since it computes with shards.
         is_half: Whether it is in half precision, where rounding may be as large as a small error.
         is_wrong: Whether the gradients are off by more than rounding.
         problem: Why the gradients could not be judged.
@@ -54,101 +59,189 @@ class StepResult:
     explanation: str = ""
     unequal: list[str] = field(default_factory=list)
     slope: float | None = None
-    is_manual: bool = False
-    is_sharded: bool = False
     is_half: bool = False
     is_wrong: bool = False
-    problem: str | None = None
+    problem: str = ""
 
     @property
     def keeps_promise(self) -> bool:
         """Whether the loss changes as the gradients promise."""
         return self.slope is not None and abs(self.slope - 1) < _SLOPE_OFF
 
-    def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms, eps: float) -> None:
-        """Fill in errors from norms by parameter. ``eps`` is the rounding unit of what is trained in."""
-        self.is_half = eps > _HALF
-        total = math.hypot(*size.values())
-        self.gradient_error = _relative(math.hypot(*off.values()), total)
-        self.rounding = math.hypot(*rounding.values()) / max(total, 1e-300)
-        least = eps if self.is_half else _LEAST * eps
-        limit = _FACTOR * self.rounding + least
-        num_trained = max(sum(numel[name] for name, norm in size.items() if norm), 1)
-        for name in sorted(off, key=off.__getitem__, reverse=True):
-            # Its rounding, and its share of all rounding: it may be zero but for rounding.
-            share = math.sqrt(numel[name] / num_trained)
-            if off[name] > _FACTOR * rounding[name] + least * size[name] + limit * total * share:
-                self.parameters[name] = _relative(off[name], size[name])
-        self.is_wrong = self.gradient_error > limit or bool(self.parameters)
-        if not math.isfinite(self.gradient_error + self.rounding):
-            self.problem = "gradients are not finite"
-        elif self.rounding > _MOST_ROUNDING and not (self.is_half or self.is_wrong):
-            self.problem = (
-                f"another order and scale change them by {percent(self.rounding)}: by rounding, which"
-                " precision='64-true' tells, or by a hook of the backward that is not linear"
+
+def reason_against(lockstep: LockStep) -> str:
+    """Why this training cannot be replayed; empty if there is no known reason."""
+    strategy = type(lockstep.trainer.strategy).__name__
+    if isinstance(lockstep.trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
+        return f"{strategy} keeps parameters in a form of its own"
+    if not (lockstep.is_automatic or lockstep.run):
+        return f"under manual optimization {strategy} does not tell which backwards belong together"
+    if lightning_internals.draws_its_batches(lockstep.module.training_step):
+        return "training_step(dataloader_iter) draws its batches itself"
+    return ""
+
+
+def compare(lockstep: LockStep, asks_forwards: bool) -> StepResult:
+    """Compare the window with one batch, by forwards alone too if ``asks_forwards``. A collective over the world."""
+    step = StepResult(counts=[turn.whole_count for turn in lockstep.turns], unequal=lockstep.unequal)
+    run = lockstep.window.gradients or {}
+    with lockstep.apart():
+        try:
+            agree(_reason_against(lockstep))
+            _replay(step, lockstep, run)
+            if asks_forwards and lockstep.is_sharded and lockstep.is_automatic and not step.is_half:
+                with suppress(ReplayError, ArithmeticError):  # a step may differentiate by itself
+                    step.slope = lockstep.slope_along(run)
+        except ReplayError as error:
+            step.problem = str(error)
+    return step
+
+
+def _reason_against(lockstep: LockStep) -> str:
+    """Why this rank's part of a window cannot be replayed; empty if there is no known reason."""
+    window = lockstep.window
+    if window.gradients is None:
+        return "no backward of the loss that training_step has returned was seen"
+    for name in window.gradients:
+        parameter = lockstep.parameters[name]
+        if torch_internals.has_hooks(parameter) and not isinstance(parameter, DTensor):
+            return (
+                f"{name} has a hook (register_hook), which sees something else in each"
+                " micro-batch than in one batch: use on_before_optimizer_step, or remove it for the check"
             )
+    weights = lockstep.step_weights
+    found = [weights[each.step][0] for each in window.micro_batches if weights]
+    if any(not torch.equal(each[name], found[0][name]) for each in found for name in window.gradients):
+        return "weights are written within a window that trains them"
+    if lockstep.is_counted:
+        return ""
+    return (
+        "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell: pass"
+        " ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if every micro-batch"
+        " shall weigh the same"
+    )
 
-    def explain(self, samples: Sequence[Tensor], run: Tensor, unit: str) -> None:
-        """Look for weights of micro-batches that explain the gradients.
 
-        ``samples`` [k] are entries of what each micro-batch adds to those of one batch, ``run`` [k] the same
-        entries of the run's.
-        """
-        if self.problem:
-            return
-        counts = torch.tensor(self.counts, dtype=torch.float64)
-        parts = torch.stack(list(samples), dim=1)
-        used = parts.any(dim=0).nonzero()[:, 0]
-        parts = parts[:, used]
-        factors = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
-        size = run.norm().clamp_min(1e-300)
-        left = float((parts @ factors - run).norm() / size)
-        direct = float((parts.sum(dim=1) - run).norm() / size)
-        error = float((factors - 1).abs().max()) if len(used) else 0.0
-        if left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if self.is_wrong else 0.02):
-            self.is_wrong = True  # by a weight that rounding does not explain, in half precision
-            right = counts[used] / counts.sum()
-            self.explanation = (
-                f"Micro-batches weigh {_range_of(factors * right)} in them, where {_range_of(right)} is right,"
-                f" as they hold that of the {plural(unit)}."
+def _replay(step: StepResult, lockstep: LockStep, run: Parts) -> None:
+    """Fill in what a replay shows. ReplayError if it cannot be judged."""
+    exact, samples = lockstep.one_batch(lockstep.turns)
+    if "16" in str(lockstep.trainer.precision_plugin.precision):
+        eps = torch.finfo(torch.bfloat16).eps
+    else:
+        eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
+    step.is_half = eps > _HALF
+    agree(_unrepeatable(step, lockstep))
+
+    again, _ = lockstep.one_batch(lockstep.turns[::-1], scale=0.75)  # which rounds differently
+    off = lockstep.norms(run, exact)
+    rounding = lockstep.norms(again, exact)
+    size = lockstep.norms(exact, {})
+    total = size.norm().clamp(min=1e-300)
+    step.gradient_error = float(off.norm() / total)
+    step.rounding = float(rounding.norm() / total)
+    if not step.gradient_error + step.rounding < _INFINITE:
+        raise ReplayError("gradients are not finite, or are zero in the replay alone")
+    least = eps if step.is_half else _LEAST * eps
+    limit = _FACTOR * step.rounding + least
+    # Its rounding, and its share of all rounding: it may be zero but for rounding.
+    share = (lockstep.numel / lockstep.numel[size > 0].sum().clamp(min=1)).sqrt()
+    is_off = off > _FACTOR * rounding + least * size + limit * total * share
+    rows = zip(off.tolist(), (off / size).tolist(), is_off, lockstep.parameters, strict=True)
+    step.parameters = {name: error for _, error, found, name in sorted(rows, reverse=True) if found}
+    step.is_wrong = step.gradient_error > limit or bool(step.parameters)
+    if step.rounding > _MOST_ROUNDING and not (step.is_half or step.is_wrong):
+        raise ReplayError(
+            f"another order and scale change them by {percent(step.rounding)}: by rounding, which"
+            " precision='64-true' tells, or by a hook of the backward that is not linear"
+        )
+    is_explained = _explain(step, samples, lockstep.sample(run), lockstep.counting.unit)
+    if step.is_wrong and not is_explained:
+        if is_overridden("backward", lockstep.module):
+            raise ReplayError(
+                f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
             )
-        if self.is_half and not self.is_wrong and self.gradient_error > _DOUBTFUL * self.rounding:
-            self.problem = (
-                f"they are {percent(self.gradient_error)} off, which may be rounding (here"
-                f" {percent(self.rounding)}) or not: check with precision='32-true'"
+        named = [f"{name} ({percent(error)})" for name, error in step.parameters.items()]
+        step.explanation = f"Parameters that are off: {list_first(named, 4)}."
+    if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL * step.rounding:
+        raise ReplayError(
+            f"they are {percent(step.gradient_error)} off, which may be rounding (here"
+            f" {percent(step.rounding)}) or not: check with precision='32-true'"
+        )
+
+
+def _unrepeatable(step: StepResult, lockstep: LockStep) -> str:
+    """Why a replay says nothing of the run, as far as this rank can tell; empty if there is no known reason."""
+    if lockstep.write(lockstep.weights) and lockstep.is_automatic:
+        return "training_step writes weights, which a micro-batch would find as another wrote them"
+    tolerance = 1e-2 if step.is_half else 1e-5
+    for turn in lockstep.turns:
+        if abs(turn.loss - turn.replayed_loss) > tolerance * abs(turn.loss):
+            return (
+                f"losses differ in the replay, such as {turn.loss:.6g} in the run and {turn.replayed_loss:.6g} in"
+                " the replay: training_step is not repeatable, depends on the rank or on other ranks, or keeps a"
+                " state that is no attribute of a module"
             )
+    return ""
 
 
-def _relative(off: float, size: float) -> float:
-    """``off`` relative to ``size``; infinite if only ``size`` is zero."""
-    if size:
-        return off / size
-    return math.inf if off else 0.0
+def _explain(step: StepResult, samples: Sequence[Tensor], run: Tensor, unit: str) -> bool:
+    """Say what micro-batches weigh in the gradients. Returns whether that explains why they are off.
+
+    ``samples`` [k] are entries of what each micro-batch adds to those of one batch, ``run`` [k] the same entries
+    of the run's.
+    """
+    counts = torch.tensor(step.counts, dtype=torch.float64)
+    right = counts / counts.sum().clamp_min(1e-300)
+    weigh = f"{range_of(right)} in them"
+    parts = torch.stack(list(samples), dim=1)
+    found = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
+    factors = torch.where(parts.any(dim=0), found, 1.0)
+    size = run.norm().clamp_min(1e-300)
+    left = (parts @ factors - run).norm() / size
+    direct = (parts.sum(dim=1) - run).norm() / size
+    error = (factors - 1).abs().max()
+    is_explained = (
+        left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if step.is_wrong else 0.02)
+    )
+    if is_explained:
+        step.is_wrong = True  # by a weight that rounding does not explain, in half precision
+        weigh = f"{range_of(factors * right)} in them, where {range_of(right)} is right"
+    step.explanation = f"Micro-batches weigh {weigh}, as they hold that of the {plural(unit)}."
+    return bool(is_explained)
 
 
-def verdict_of(steps: Sequence[StepResult], wrong_count: str) -> str:
-    """EXACT only if every step was checked."""
-    if wrong_count or any(step.unequal or (step.is_wrong and not step.problem) for step in steps):
-        return WRONG
-    if not steps or any(step.problem for step in steps):
-        return NOT_CHECKED
-    return EXACT
+# --- In words ----------------------------------------------------------------------------------------------------
 
 
-def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, counting: Counting) -> list[str]:
-    """The verdict in a sentence, and a line for each result. ``wrong_count`` is what is wrong with the count."""
-    unit = counting.unit
+def conclude(
+    steps: Sequence[StepResult], lockstep: LockStep, seconds: float, reason: str
+) -> tuple[str, list[str]]:
+    """The verdict, EXACT only if every step was checked, and the lines of the report. A collective over the world.
+
+    ``reason`` is that against a training of which no step was compared.
+    """
     if not steps:
-        return [f"ExactnessCheck: {found.upper()}. There was no optimizer step."]
-    lines = [
-        f"ExactnessCheck: {found.upper()}{_resting_on(steps[0], counting) if found == EXACT else ''} in"
-        f" {_number_of(len(steps), 'window')} on {_number_of(group_size(), 'rank')}."
-    ]
-    if wrong_count:
-        lines.append(f"The count is wrong: {wrong_count}")
+        return NOT_CHECKED, [f"ExactnessCheck: NOT CHECKED. {reason or 'There was no optimizer step'}."]
+    counting = lockstep.counting
+    wrong_count = next(filter(None, collectives.gather_objects(counting.wrong())), "")
     problems = [step.problem for step in steps if step.problem]
     checked = [step for step in steps if not step.problem]
     wrong = [step for step in checked if step.is_wrong]
+    unequal = sorted({name for step in steps for name in step.unequal})
+    if wrong_count or wrong or unequal:
+        verdict = WRONG
+    elif problems:
+        verdict = NOT_CHECKED
+    else:
+        verdict = EXACT
+
+    rests_on = _resting_on(steps[0], lockstep) if verdict == EXACT else ""
+    lines = [
+        f"ExactnessCheck: {verdict.upper()}{rests_on} in {_number_of(len(steps), 'window')} on"
+        f" {_number_of(group_size(), 'rank')}."
+    ]
+    if wrong_count:
+        lines.append(f"The count is wrong: {wrong_count}")
     if problems:
         lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
     if checked:
@@ -156,31 +249,40 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
         rounding = percent(max(step.rounding for step in checked))
         batch = "one batch that is weighted by this count" if wrong_count else "one batch"
         lines.append(f"Gradients are {errors} off those of {batch} (rounding alone: {rounding}).")
-    if wrong:
-        named = list_first([f"{name} ({percent(error)})" for name, error in wrong[0].parameters.items()], 4)
-        lines.append(wrong[0].explanation or f"Parameters that are off: {named}.")
-    elif checked:
-        lines.append(_of_counts(checked, unit))
-    unequal = sorted({name for step in steps for name in step.unequal})
+        lines.append((wrong or checked)[0].explanation)
+    if (
+        not wrong
+        and counting.unit != "micro-batch"
+        and len({n for step in checked for n in step.counts}) == 1
+    ):
+        lines[-1] += " Unequal counts, as in a short last window, were not seen."
     if unequal:
         lines.append(f"Ranks hold different weights: {list_first(unequal, 4)}.")
-    if checked and not wrong_count and unit != "micro-batch":
+    if checked and not wrong_count and counting.unit != "micro-batch":
         lines.append(counting.sentence())
     if steps[0].keeps_promise:
         lines.append(
             f"Along them the loss changes by {steps[0].slope:.4g} of what they promise, by forwards alone."
         )
-    return lines
+    for sampler in map(distributed_sampler, CombinedLoader(lockstep.trainer.train_dataloader).flattened):
+        if sampler is not None and not isinstance(sampler.num_replicas, Ranks):
+            lines.append(f"{repeats(sampler)}: one process takes each once, which these steps do not show.")
+    mib = sum(local_part(p).nbytes for p in lockstep.parameters.values()) / 2**20
+    lines.append(
+        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
+        f" {_COPIES * mib:.3g} MiB and its micro-batches."
+    )
+    return verdict, lines
 
 
-def _resting_on(first: StepResult, counting: Counting) -> str:
+def _resting_on(first: StepResult, lockstep: LockStep) -> str:
     """What an exact training rests on that was not compared."""
     text = ""
-    if first.is_manual:
+    if not lockstep.is_automatic:
         text = " for each manual_backward by itself"
-    if counting.doubt():
-        text += f" if each {counting.unit} counts the same"
-    if first.keeps_promise or not first.is_sharded:
+    if lockstep.counting.doubt():
+        text += f" if each {lockstep.counting.unit} counts the same"
+    if first.keeps_promise or not lockstep.is_sharded:
         return text
     text += " as far as a replay on shards can tell"
     if first.slope is None:
@@ -192,52 +294,6 @@ def _resting_on(first: StepResult, counting: Counting) -> str:
         f"{text} (along the gradients the loss changes by {first.slope:.4g} of what they promise: is a part"
         " detached on purpose? Else check with data_parallel='ddp')"
     )
-
-
-def _of_counts(steps: Sequence[StepResult], unit: str) -> str:
-    """What micro-batches weigh in gradients that are exact."""
-    counts = torch.tensor(steps[0].counts, dtype=torch.float64)
-    weights = _range_of(counts / counts.sum().clamp_min(1e-300))
-    everywhere = {count for step in steps for count in step.counts}
-    text = f"Micro-batches weigh {weights} in them, as they hold that of the {plural(unit)}."
-    if len(everywhere) == 1 and unit != "micro-batch":
-        text += " Unequal counts, as in a short last window, were not seen."
-    return text
-
-
-def of_samples(samplers: Iterable[Any]) -> list[str]:
-    """What to say of samplers that repeat samples of the training data; None stands for others."""
-    return [
-        f"{repeats(sampler)}: one process takes each once, which these steps do not show."
-        for sampler in samplers
-        if sampler is not None and not isinstance(sampler.num_replicas, Ranks)
-    ]
-
-
-def of_cost(seconds: float, size: int) -> str:
-    """What the check has cost. ``size`` is that of this rank's part of the parameters in bytes."""
-    mib = size / 2**20
-    return (
-        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
-        f" {_COPIES * mib:.3g} MiB and its micro-batches."
-    )
-
-
-# --- Numbers in words -----------------------------------------------------------------------------------------
-
-
-def percent(value: float) -> str:
-    """A share in percent."""
-    return f"{100 * value:.3g} %"
-
-
-def _range_of(values: Tensor) -> str:
-    """The smallest and the largest of some shares."""
-    low = percent(float(values.min()))
-    high = percent(float(values.max()))
-    if low == high:
-        return low
-    return f"{low} to {high}"
 
 
 def _number_of(number: int, noun: str) -> str:
