@@ -5,20 +5,23 @@ record of the rank before it, which it watches, and that of rank 0, which may ho
 the dead man's switch, watches the heart itself: a call to a store whose host is stopped never returns. It counts
 its own turns, not seconds, so that a machine that was suspended has not died.
 
-A failure that a rank reports comes from one of these lines, all of which end in `Heart.learn`:
+Every message that names a rank comes from one of these lines. Once hearts beat, all end in `Heart.learn`:
 
-    what it says                         who says it
-    failed in <hook>: <error>            the rank itself, `Supervisor._post_cause`
-    its process has ended                the rank that watches it: `Heart._judge`
-    missed heartbeats                    the rank that watches it: `Heart._judge`
+    what it says                         who decides it
+    failed in <hook>: <error>            the rank itself: `Supervisor._post_cause`; in a block of `FirstRankPerNode`,
+                                         `first_rank._meetings`; in its heart, `Heart._beat_on`; while it joins,
+                                         `join._join`, and `join._enter` for two processes of one rank
+    its process has ended,               `failures.silence`, asked by the rank that watches it (`Heart._judge`), or by
+      or missed heartbeats               the first rank whose collective has failed (`report.explain`, of `Watch.why`)
+    its process <how it ended>           the rank that has started it: `Watch.exchange`; before all have joined,
+                                         `Supervisor.check_processes`
     it ended its run after step          the rank that watches it: `Heart._hear`
-    holds the store, does not answer     each rank for itself: `Heart.lose_store`
-    is missing                           a meeting that it did not come to: `meeting.meet`
-    its process <how it ended>           the rank that has started it: `Watch.exchange`
-    waited in vain, with the table       the first rank whose collective failed: `Watch.why`; or a rank
-                                         whose collective never ends: `Watch._end_what_never_ends`
+    holds the store, does not answer     each rank for itself: `Heart.lose_store`; while it joins, `join.meet`
+    is missing                           a meeting that it did not come to: `meeting._look_for_missing`
+    waited in vain, with the table       `report.explain`, too; or the rank whose collective never ends:
+                                         `Watch._end_what_never_ends`
 
-Whoever learns of a failure says so, and rank 0 stays until all have (`Heart.close`).
+Whoever learns of a failure says so, and rank 0, if it hosts the store, stays until all have, 2.5 s at most.
 """
 
 import json
