@@ -92,16 +92,14 @@ NCCL_CELLS = [
 
 BY_DEFAULT = {
     Cell("prepare_data", "exception", rank=0),
-    *(Cell(hook, "exception") for hook in ("__getitem__", "teardown")),
+    Cell("teardown", "exception"),
     Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),
     Cell("training_step", "SIGTERM"),
     Cell("training_step", DATA_ENDS),
-    Cell("on_before_optimizer_step", "SIGKILL"),
     Cell("training_step", "SIGSTOP"),
     Cell("attend", "exception", context=WORLD_SIZE),
-    Cell("training_step", CTRL_C),
     Cell("training_step", OUT_OF_MEMORY),
     Cell("training_step", HANG),
 }

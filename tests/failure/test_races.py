@@ -339,13 +339,14 @@ def dies_before_its_first_heartbeat(rank: int, world_size: int) -> None:
 class Row:
     """What the ranks do; their exit statuses, None for one that is stopped; and what each must say.
 
-    That is a regular expression, in which ``HOST`` is the host.
+    That is a regular expression, in which ``HOST`` is the host. What waits long, or is beside a row of its kind
+    that does not, runs in the sweep alone.
     """
 
     act: Callable[[int, int], None]
     statuses: tuple[int | None, ...]
     says: tuple[str, ...]
-    waits_long: bool = False
+    in_sweep: bool = False
 
 
 FAILED = "RankFailedError: rank {0} on HOST failed in training_step: ValueError: no labels on rank {0}"
@@ -362,13 +363,18 @@ GATHERS = (
 )
 RACES = [
     Row(two_raise, (1, 1, 1), (FAILED.format("[12]"), NO_LABELS.format(1), NO_LABELS.format(2))),
-    Row(all_raise, (1, 1, 1), tuple(map(NO_LABELS.format, range(3)))),
+    Row(all_raise, (1, 1, 1), tuple(map(NO_LABELS.format, range(3))), in_sweep=True),
     Row(
         one_is_killed_while_another_keeps_the_lock,
         (1, 1, -signal.SIGKILL),
         ("rank 2 on HOST was last seen in training_step: its process has ended without a word", "", ""),
     ),
-    Row(one_raises_while_another_keeps_the_lock, (1, 1, 1), (FAILED.format(2), "", NO_LABELS.format(2))),
+    Row(
+        one_raises_while_another_keeps_the_lock,
+        (1, 1, 1),
+        (FAILED.format(2), "", NO_LABELS.format(2)),
+        in_sweep=True,
+    ),
     Row(keeps_the_lock_for_long, (0, 0, 0), ENDED_WELL),
     Row(stops_and_goes_on, (0, 0, 0), ENDED_WELL),
     Row(one_is_interrupted, (1, 1, 1), ("",) * 3),  # the user's wish, which needs no explanation
@@ -387,13 +393,13 @@ ROWS = [
         dies_before_its_first_heartbeat,
         (1, -signal.SIGKILL, 1),
         ("rank 1 on an unknown host missed heartbeats", "", "rank 1 on an unknown host missed heartbeats"),
-        waits_long=True,
+        in_sweep=True,
     ),
     Row(
         host_stops_between_two_runs,
         (None, 1),
         ("", STORE_IS_GONE.format("an unknown host")),
-        waits_long=True,
+        in_sweep=True,
     ),
     Row(host_dies_in_its_last_hook, (-signal.SIGKILL, 1), ("", STORE_IS_GONE.format("HOST"))),
     Row(
@@ -408,14 +414,14 @@ ROWS = [
         sleeps_after_its_last_step,
         (1, 1),
         ("rank 1 on HOST is missing, last seen in on_train_end, at .* in <lambda>: rank 0",) * 2,
-        waits_long=True,
+        in_sweep=True,
     ),
-    Row(all_are_suspended, (0, 0), ("went on",) * 2, waits_long=True),
+    Row(all_are_suspended, (0, 0), ("went on",) * 2, in_sweep=True),
     Row(
         time_out_together,
         (1, 1),
         (" in _wait_for_first, for ", " in _wait_for_second, for "),
-        waits_long=True,
+        in_sweep=True,
     ),
     Row(
         call_different_collectives,
@@ -469,10 +475,10 @@ def outcomes(
 
 
 def _parameters() -> Iterator[Any]:
-    """Each row once, those that wait long in the sweep alone; and what races many times there."""
+    """Each row once, some in the sweep alone; and what races many times there."""
     for row in [*RACES, *ROWS]:
         for attempt in range(TIMES_IN_A_SWEEP if row in RACES else 1):
-            in_sweep = attempt > 0 or row.waits_long
+            in_sweep = attempt > 0 or row.in_sweep
             name = f"{row.act.__name__}-{attempt}"
             yield pytest.param(row, attempt, id=name, marks=[pytest.mark.sweep] * in_sweep)
 

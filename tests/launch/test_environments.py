@@ -83,7 +83,6 @@ def kubeflow(rank: int, port: int) -> dict[str, str]:
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "slurm": (slurm, {"settings": {"devices": 2}, "environment": "SLURMEnvironment"}),
     "kubernetes": (
         kubernetes,
         {"settings": {"devices": 1, "num_nodes": 2}, "environment": "LightningEnvironment"},
@@ -93,13 +92,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"settings": {"devices": 1, "num_nodes": 2}, "environment": "KubeflowEnvironment", "kubeflow": True},
     ),
 }
+SLURM: tuple[Any, dict[str, Any]] = (
+    slurm,
+    {"settings": {"devices": 2}, "environment": "SLURMEnvironment"},
+)
 
 
 def start_both(
     stack: ExitStack, folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any
 ) -> list[Any]:
     """Start two ranks that find themselves in the environment of this name."""
-    variables, fixed = CASES[name]
+    variables, fixed = CASES.get(name, SLURM)
     port = free_port()
     started = []
     for rank in range(2):
@@ -138,7 +141,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[P
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str) -> None:
-    """They find each other, and train to the weights of one process."""
+    """They find each other, and train to the weights of one process; under SLURM, `test_requeueing_under_slurm`."""
     folder, future = runs[name]
     assert future.result() == [0, 0], logs(folder)
     assert_exact(torch.load(folder / "weights.pt"))

@@ -41,8 +41,6 @@ FAULTS = {
     "SIGKILL": (1, "ProcessExitedException: ", "process 1 terminated with signal SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
-FAILED = ["exception", "SIGTERM"]
-FAILED_IN_THE_SWEEP = ["SIGKILL", "exit", "finish", "leave"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +69,7 @@ def runs(
 
 @pytest.mark.parametrize(
     "fault",
-    [*FAILED, *(pytest.param(fault, marks=pytest.mark.sweep) for fault in FAILED_IN_THE_SWEEP)],
+    [name if name == "exception" else pytest.param(name, marks=pytest.mark.sweep) for name in FAULTS],
 )
 def test_rank_fails(runs: dict[Any, Future], fault: str) -> None:
     """All leave, and the launching process raises what names the rank and tells why."""

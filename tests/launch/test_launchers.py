@@ -129,7 +129,7 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
         assert_gone(folder)
 
 
-@pytest.mark.parametrize("interrupted", ["popen", pytest.param("fork", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("interrupted", ["fork", pytest.param("popen", marks=pytest.mark.sweep)])
 def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     """One rank waits in a collective, one sleeps: both leave at once, without a traceback, as under Lightning."""
     status, output, seconds = runs[f"ctrl-c {interrupted}"].result()

@@ -34,13 +34,6 @@ FOUND = {
         hooks=("clip_by_own_rule", "scale_before_step"),
         foreign=("input@after_backward",),
     ),
-    "gradients_scaled_after_a_forward_in_on_before_optimizer_step": Case(
-        manual="each",
-        num_batches=2,
-        hooks=("scale_before_step",),
-        strategy=(("reshard_during_accumulation", False),),
-        foreign=("forward@before_step", "input@before_step"),
-    ),
     "gradients_doubled_after_a_forward_in_mid_window": Case(
         num_batches=2,
         accumulation=(2,),
@@ -48,10 +41,6 @@ FOUND = {
         foreign=("forward@after_backward", "forward@batch_end"),
     ),
     "gradients_by_shards_where_some_are_unused": Case(parts=("unused",), foreign=("parameters@batch_end",)),
-    "resumed_with_a_part_frozen_after_its_training": Case(
-        thaw="window", epochs=2, optimizer="adam", stops=(3,)
-    ),
-    "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
     "frozen_by_toggling_after_some_ranks_have_used_it": Case(
         seed=951778, parts=("sometimes",), num_batches=4, accumulation=(3,), manual="gan_window"
     ),
@@ -67,8 +56,6 @@ FOUND = {
         more_batches=2,
         strategy=(("uneven_inputs", "pad"), ("ddp_kwargs", (("find_unused_parameters", True),))),
     ),
-    "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
-    "gradient_beside_training": Case(num_batches=2, accumulation=(2,), foreign=("input@before_forward",)),
     "gradient_between_micro_batches": Case(num_batches=2, accumulation=(2,), foreign=("input@batch_end",)),
     "adversarial_loss": Case(num_batches=2, accumulation=(2,), inner="virtual"),
     "weights_written_in_the_forward": Case(num_batches=2, writes=("normalize@forward",)),
@@ -77,7 +64,6 @@ FOUND = {
     "layer_that_comes_late": Case(num_batches=1, changed="append@configure_optimizers"),
     "parameter_that_is_replaced": Case(num_batches=1, changed="replace@train_start"),
     "negative_count": Case(tell="returned_tensor", negative=True),
-    "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
     "loss_of_all_ranks_that_count_otherwise": Case(
         seed=195840, task="rows", num_batches=2, accumulation=(2,), over_ranks=True
     ),
@@ -96,11 +82,46 @@ NAMED = {
         engine="ddp", counter="transient", num_batches=2, more_batches=2, strategy=PADDED
     ),
     "zeroed_in_mid_window": Case(num_batches=4, accumulation=(2,), hooks=("zero_in_mid_window",)),
-    "clipped_by_the_strategy": Case(
-        manual="window", num_batches=5, accumulation=(3,), manual_clip="strategy"
-    ),
     "clipped_by_the_module": Case(
         engine="ddp", manual="each", manual_clip="self", tell="returned", gap="micro_batches"
+    ),
+    "validated_and_saved_in_mid_window": Case(
+        num_batches=5, accumulation=(3,), callbacks=("save_in_mid_window", "validate")
+    ),
+    "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
+    "offloaded_and_clipped": Case(
+        num_batches=5, accumulation=(3,), clip="norm", gap="window", strategy=(("cpu_offload", True),)
+    ),
+    "counted_ahead_and_recomputed": Case(
+        num_batches=5,
+        accumulation=(2,),
+        aux=True,
+        tell="callable",
+        strategy=(("activation_checkpointing", True), ("count_window_ahead", True)),
+    ),
+    "unfrozen_after_an_epoch_under_ddp": Case(engine="ddp", thaw="epoch", epochs=2, strategy=UNUSED),
+    "frozen_again_in_mid_window": Case(thaw="mid_window", num_batches=5, accumulation=(3,)),
+    "used_by_some_ranks": Case(parts=("sometimes",), num_batches=5, accumulation=(3,)),
+}
+"""What everyone may write."""
+
+MORE = {
+    "gradients_scaled_after_a_forward_in_on_before_optimizer_step": Case(
+        manual="each",
+        num_batches=2,
+        hooks=("scale_before_step",),
+        strategy=(("reshard_during_accumulation", False),),
+        foreign=("forward@before_step", "input@before_step"),
+    ),
+    "resumed_with_a_part_frozen_after_its_training": Case(
+        thaw="window", epochs=2, optimizer="adam", stops=(3,)
+    ),
+    "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
+    "gradient_beside_training": Case(num_batches=2, accumulation=(2,), foreign=("input@before_forward",)),
+    "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
+    "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
+    "clipped_by_the_strategy": Case(
+        manual="window", num_batches=5, accumulation=(3,), manual_clip="strategy"
     ),
     "clipped_by_torch_in_windows_that_add": Case(
         manual="add", num_batches=4, accumulation=(2,), manual_clip="torch"
@@ -120,28 +141,12 @@ NAMED = {
     ),
     "an_adversarial_loss_by_hand": Case(manual="window", num_batches=4, accumulation=(2,), inner="fgsm"),
     "zeroed_without_none": Case(accumulation=(2,), hooks=("zero_set_to_zero",)),
-    "validated_and_saved_in_mid_window": Case(
-        num_batches=5, accumulation=(3,), callbacks=("save_in_mid_window", "validate")
-    ),
     "windows_by_epoch": Case(num_batches=5, epochs=2, accumulation=(2, 3), optimizer="nesterov"),
-    "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
-    "offloaded_and_clipped": Case(
-        num_batches=5, accumulation=(3,), clip="norm", gap="window", strategy=(("cpu_offload", True),)
-    ),
-    "counted_ahead_and_recomputed": Case(
-        num_batches=5,
-        accumulation=(2,),
-        aux=True,
-        tell="callable",
-        strategy=(("activation_checkpointing", True), ("count_window_ahead", True)),
-    ),
     "replicas_reduced_once": Case(
         engine="hsdp", num_batches=5, accumulation=(2,), strategy=(("defer_fsdp_grad_sync", "all_reduce"),)
     ),
     "a_double_model_under_32_true": Case(trainer=(("precision", "32-true"),), accumulation=(2,), gap="rank"),
     "unfrozen_after_an_epoch": Case(thaw="epoch", epochs=2, accumulation=(2,)),
-    "unfrozen_after_an_epoch_under_ddp": Case(engine="ddp", thaw="epoch", epochs=2, strategy=UNUSED),
-    "frozen_again_in_mid_window": Case(thaw="mid_window", num_batches=5, accumulation=(3,)),
     "frozen_again_in_mid_window_under_ddp": Case(
         engine="ddp", thaw="mid_window", num_batches=5, accumulation=(3,), strategy=UNUSED
     ),
@@ -154,11 +159,10 @@ NAMED = {
     "a_frozen_block": Case(frozen="block", container="groups", accumulation=(2,)),
     "frozen_biases": Case(engine="ddp", frozen="biases", container="reused", accumulation=(2,)),
     "nested_sequentials": Case(container="nested", counter="transient", accumulation=(2,)),
-    "used_by_some_ranks": Case(parts=("sometimes",), num_batches=5, accumulation=(3,)),
     "class_weights": Case(task="rows", weighted=True, tell="returned_tensor", accumulation=(2,)),
     "samples_under_ddp": Case(engine="ddp", task="rows", tell="samples", batch="tuple", accumulation=(2,)),
 }
-"""What everyone may write."""
+"""Beside a case of its kind in `FOUND`, or of one trait that a test of its room has."""
 
 
 def cases(first: int, count: int) -> list[Case]:
@@ -208,7 +212,11 @@ def test_more_random_cases_with_spread_experts(request: pytest.FixtureRequest, f
         assert_no_finding(request, case)
 
 
-@pytest.mark.parametrize("case", (NAMED | FOUND).values(), ids=NAMED | FOUND)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name) for name, case in (NAMED | FOUND).items()]
+    + [pytest.param(case, id=name, marks=pytest.mark.sweep) for name, case in MORE.items()],
+)
 def test_named_cases(request: pytest.FixtureRequest, case: Case) -> None:
     assert_no_finding(request, case)
 

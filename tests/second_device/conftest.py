@@ -14,6 +14,8 @@ import pytest
 from tests.rank_pool import RankPool
 
 LONG = (
+    "test_around_fits",
+    "test_backwards_in_a_hook",
     "test_early_stopping",
     "test_equals_one_process",
     "test_failure_in_the_background",
@@ -22,7 +24,9 @@ LONG = (
     "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
     "test_state_that_is_not_there_yet",
+    "test_trained",
     "test_training_goes_on_while_a_checkpoint_is_written",
+    "test_unused_once_it_is_unfrozen",
 )
 """Tests of other rooms that take longer than the default run has."""
 

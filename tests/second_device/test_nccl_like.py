@@ -48,6 +48,7 @@ def _call(name: str) -> None:
     getattr(nccl_behaviour, name)()
 
 
+@pytest.mark.sweep  # of the device itself; the faults of tests/failure hang on it by default
 @pytest.mark.parametrize("name", NAMES)
 def test_behaviour(nccl_pool2: RankPool, name: str) -> None:
     """Queued work, blocked reads, order of streams, connecting, abort and shutdown."""
@@ -145,6 +146,7 @@ def _be(rank: int, scenario: str, port: int, folder: Path) -> None:
     globals()[scenario](rank)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("scenario", "statuses", "printed"),
     [
