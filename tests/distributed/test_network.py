@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,33 +86,39 @@ def test_the_way_to_the_others_is_taken(two_nodes: TwoNodes, own_name: str) -> N
     assert _join(two_nodes, methods, [{}, {}]) == [f"2 {first}", f"2 {second}"]
 
 
-def test_what_is_set_stays(two_nodes: TwoNodes) -> None:
-    """Also where the way leads through another interface: gloo then raises."""
-    methods = [f"tcp://{ADDRESSES[0]}:29518"] * 2
+def _is_set_to_loopback(nodes: TwoNodes, folder: Path) -> list[str]:
+    """What is set stays, also where the way leads through another interface."""
     variables = [{network.GLOO_INTERFACE: "lo"}] * 2
-    for said in _join(two_nodes, methods, variables):
-        assert said.startswith("RuntimeError: Gloo connectFullMesh failed")
-        assert said.endswith(network.ADVICE)
+    return _join(nodes, [f"tcp://{ADDRESSES[0]}:29518"] * 2, variables)
 
 
-def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:
-    """As a firewall does: gloo's own error, long before the timeout, with what to look at."""
-    variables = [{network.GLOO_INTERFACE: device} for device in two_nodes.devices]
-    neighbour = [
-        ADDRESSES[1],
-        "lladdr",
-        "02:00:00:00:00:01",
-        "dev",
-        two_nodes.devices[0],
-        "nud",
-        "permanent",
-    ]
-    command = ["ip", "-netns", two_nodes.namespaces[0], "neighbour"]
-    subprocess.run([*command, "replace", *neighbour], check=True)
-    try:
-        first, second = _join(two_nodes, [f"file://{tmp_path / 'store'}"] * 2, variables)
-    finally:
-        subprocess.run([*command, "delete", ADDRESSES[1], "dev", two_nodes.devices[0]], check=True)
-    for said in (first, second):
+def _swallows_packets(nodes: TwoNodes, folder: Path) -> list[str]:
+    """As a firewall does."""
+    variables = [{network.GLOO_INTERFACE: device} for device in nodes.devices]
+    nobody = ["lladdr", "02:00:00:00:00:01", "dev", nodes.devices[0], "nud", "permanent"]
+    command = ["ip", "-netns", nodes.namespaces[0], "neighbour", "replace", ADDRESSES[1], *nobody]
+    subprocess.run(command, check=True)
+    return _join(nodes, [f"file://{folder / 'store'}"] * 2, variables)
+
+
+IN_VAIN = [_is_set_to_loopback, _swallows_packets]
+
+
+@pytest.fixture(scope="module")
+def said_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
+    """What ranks say that cannot connect: between nodes of their own at the same time, as they mostly wait."""
+
+    def run(act: Callable[[TwoNodes, Path], list[str]], folder: Path) -> list[str]:
+        with connect_two_nodes() as nodes:
+            return act(nodes, folder)
+
+    with ThreadPoolExecutor() as executor:
+        yield {act: executor.submit(run, act, tmp_path_factory.mktemp("store")) for act in IN_VAIN}
+
+
+@pytest.mark.parametrize("act", IN_VAIN)
+def test_gloo_cannot_connect(act: Any, said_in_vain: dict[Any, Future]) -> None:
+    """Gloo's own error, long before the timeout, with what to look at."""
+    for said in said_in_vain[act].result():
         assert said.startswith("RuntimeError: Gloo connectFullMesh failed")
         assert said.endswith(network.ADVICE)

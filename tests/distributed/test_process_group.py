@@ -26,7 +26,7 @@ from lightning_automodel.distributed.process_group import (
     initialize_distributed,
     join_process_group,
 )
-from tests.distributed.launched import PATIENCE_S, Launched, Outcome, place
+from tests.distributed.launched import PATIENCE_S, Launched, place
 from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
@@ -129,136 +129,6 @@ def test_all_come(way: str, tmp_path: Path) -> None:
     ]
 
 
-# --- Somebody does not ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """Processes that fail to meet."""
-
-    launched: list[Launched]
-    parts: list[str]
-
-
-@pytest.fixture(scope="module")
-def joins_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any, Path]]:
-    """A process that joins where another program listens, which waits beside those of `failures`."""
-    folder = tmp_path_factory.mktemp("no_store")
-    with _listener() as port:
-        process = forked().Process(target=_join_into_a_log, args=(folder / "log", place(port, 1, 2)))
-        process.start()
-        yield port, process, folder
-
-
-@pytest.fixture(scope="module")
-def failures(
-    joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[list[Outcome], list[str]]]:
-    """Outcomes by case, and what every message must say. All at the same time: these processes mostly wait."""
-    folder = tmp_path_factory.mktemp("meet")
-    agent = _host_store()
-    ports = {name: free_port() for name in ("env", "host", "lightning", "twins", "sizes", "backends")}
-    file = f"file://{folder}/file"
-    waited = f"within {BRIEF.total_seconds():g} s"
-    with _listener() as busy:
-        cases = {
-            "environment": Case(
-                [Launched(_wait_briefly, {}, **place(ports["env"], rank, 4)) for rank in (0, 2)],
-                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']}", waited],
-            ),
-            "file": Case(
-                [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
-                ["for ranks 0:", NOT_THERE, f"join at {file}", waited],
-            ),
-            "launcher": Case(
-                [
-                    Launched(
-                        _wait_briefly, {}, **place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
-                    )
-                    for rank in (0, 2)
-                ],
-                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited],
-            ),
-            "no host": Case(
-                [Launched(_wait_briefly, {}, **place(ports["host"], 1, 2))],
-                [
-                    "rank 0 on an unknown host",
-                    "ConnectionRefusedError",
-                    f"{LOOPBACK}:{ports['host']}",
-                    waited,
-                ],
-            ),
-            "lightning": Case(
-                [
-                    Launched(
-                        _wait_briefly_as_lightning_does,
-                        0,
-                        2,
-                        MASTER_ADDR=LOOPBACK,
-                        MASTER_PORT=str(ports["lightning"]),
-                    ),
-                ],
-                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{ports['lightning']}", waited],
-            ),
-            "port in use": Case(
-                [Launched(_wait_briefly, {}, **place(busy, 0, 2))],
-                [
-                    "rank 0 on ",
-                    "holds the store",
-                    f"port: {busy}",
-                    "EADDRINUSE",
-                    f"{LOOPBACK}:{busy}",
-                ],
-            ),
-            "twins": Case(
-                [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
-                [
-                    "rank 1 on ",
-                    "two processes joined as this rank",
-                    f"{socket.gethostname()} pid ",
-                    "RANK of its own",
-                ],
-            ),
-            "sizes": Case(
-                [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
-                ["rank ", "world size 3", "world size 4", "give every rank the same WORLD_SIZE"],
-            ),
-            "backends": Case(
-                [
-                    Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
-                    for rank, name in enumerate(["gloo", "cpu:gloo"])
-                ],
-                ["backend gloo", "backend cpu:gloo", "give every rank the same"],
-            ),
-        }
-        return {
-            name: ([launched.outcome() for launched in case.launched], case.parts)
-            for name, case in cases.items()
-        }
-
-
-CASES = [
-    *("environment", "file", "launcher", "no host", "lightning"),
-    *("port in use", "twins", "sizes", "backends"),
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_rank_that_is_there_is_told_the_culprit(failures: dict[str, Any], case: str) -> None:
-    """Not much later than the timeout."""
-    outcomes, parts = failures[case]
-    assert max(outcome.seconds for outcome in outcomes) < 15.0
-    for outcome in outcomes:
-        assert [part for part in parts if part not in outcome.error] == [], outcome.error
-        assert "Traceback" not in outcome.error
-        assert outcome.error.count("\n") == 0
-    assert len({outcome.error for outcome in outcomes}) == 1
-
-
-def test_all_cases_run(failures: dict[str, Any]) -> None:
-    assert sorted(failures) == sorted(CASES)
-
-
 # --- Again and again --------------------------------------------------------------------------------------------------
 
 
@@ -283,28 +153,6 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     assert [outcome.error for outcome in outcomes] == ["", ""]
     assert "for ranks 1:" in outcomes[0].value[0]
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
-
-
-def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
-    """It accepts connections, as the system does for a stopped host. A call never returns: the process ends."""
-    port, process, folder = joins_in_vain
-    process.join(PATIENCE_S)
-    printed = (folder / "log").read_text()
-    assert process.exitcode == 1, printed
-    assert " stops: rank 0 on an unknown host missed heartbeats" in printed
-    assert (
-        "which holds the store of the process group, has not answered for 8 s; all ranks must join at"
-        in printed
-    )
-    assert f"{LOOPBACK}:{port} within 3 s" in printed
-
-
-def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
-    with open(log, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
-    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
-    _wait_briefly({})
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
@@ -389,3 +237,150 @@ def _bare_child(how: str, environment: dict[str, str]) -> None:
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     _join_without_leaving(how)
+
+
+# --- Somebody does not ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Processes that fail to meet, and what the message of each must say."""
+
+    launched: list[Launched]
+    parts: list[str]
+
+
+@pytest.fixture(scope="module")
+def joins_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Any, Path]]:
+    """A process that joins where another program listens, which waits beside those of `failures`."""
+    folder = tmp_path_factory.mktemp("no_store")
+    with _listener() as port:
+        process = forked().Process(target=_join_into_a_log, args=(folder / "log", place(port, 1, 2)))
+        process.start()
+        yield port, process, folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """All at the same time, and beside the tests above: these processes mostly wait."""
+    folder = tmp_path_factory.mktemp("meet")
+    agent = _host_store()
+    ports = {name: free_port() for name in ("env", "host", "lightning", "twins", "sizes", "backends")}
+    file = f"file://{folder}/file"
+    waited = f"within {BRIEF.total_seconds():g} s"
+    with _listener() as busy:
+        yield {
+            "environment": Case(
+                [Launched(_wait_briefly, {}, **place(ports["env"], rank, 4)) for rank in (0, 2)],
+                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']}", waited],
+            ),
+            "file": Case(
+                [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
+                ["for ranks 0:", NOT_THERE, f"join at {file}", waited],
+            ),
+            "launcher": Case(
+                [
+                    Launched(
+                        _wait_briefly, {}, **place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
+                    )
+                    for rank in (0, 2)
+                ],
+                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited],
+            ),
+            "no host": Case(
+                [Launched(_wait_briefly, {}, **place(ports["host"], 1, 2))],
+                [
+                    "rank 0 on an unknown host",
+                    "ConnectionRefusedError",
+                    f"{LOOPBACK}:{ports['host']}",
+                    waited,
+                ],
+            ),
+            "lightning": Case(
+                [
+                    Launched(
+                        _wait_briefly_as_lightning_does,
+                        0,
+                        2,
+                        MASTER_ADDR=LOOPBACK,
+                        MASTER_PORT=str(ports["lightning"]),
+                    ),
+                ],
+                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{ports['lightning']}", waited],
+            ),
+            "port in use": Case(
+                [Launched(_wait_briefly, {}, **place(busy, 0, 2))],
+                [
+                    "rank 0 on ",
+                    "holds the store",
+                    f"port: {busy}",
+                    "EADDRINUSE",
+                    f"{LOOPBACK}:{busy}",
+                ],
+            ),
+            "twins": Case(
+                [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
+                [
+                    "rank 1 on ",
+                    "two processes joined as this rank",
+                    f"{socket.gethostname()} pid ",
+                    "RANK of its own",
+                ],
+            ),
+            "sizes": Case(
+                [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
+                ["rank ", "world size 3", "world size 4", "give every rank the same WORLD_SIZE"],
+            ),
+            "backends": Case(
+                [
+                    Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
+                    for rank, name in enumerate(["gloo", "cpu:gloo"])
+                ],
+                ["backend gloo", "backend cpu:gloo", "give every rank the same"],
+            ),
+        }
+
+
+CASES = [
+    *("environment", "file", "launcher", "no host", "lightning"),
+    *("port in use", "twins", "sizes", "backends"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_that_is_there_is_told_the_culprit(failures: dict[str, Case], case: str) -> None:
+    """Not much later than the timeout."""
+    outcomes = [launched.outcome() for launched in failures[case].launched]
+    parts = failures[case].parts
+    assert max(outcome.seconds for outcome in outcomes) < 15.0
+    for outcome in outcomes:
+        assert [part for part in parts if part not in outcome.error] == [], outcome.error
+        assert "Traceback" not in outcome.error
+        assert outcome.error.count("\n") == 0
+    assert len({outcome.error for outcome in outcomes}) == 1
+
+
+def test_all_cases_run(failures: dict[str, Case]) -> None:
+    assert sorted(failures) == sorted(CASES)
+
+
+def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
+    """It accepts connections, as the system does for a stopped host. A call never returns: the process ends."""
+    port, process, folder = joins_in_vain
+    process.join(PATIENCE_S)
+    printed = (folder / "log").read_text()
+    assert process.exitcode == 1, printed
+    assert " stops: rank 0 on an unknown host missed heartbeats" in printed
+    assert (
+        "which holds the store of the process group, has not answered for 8 s; all ranks must join at"
+        in printed
+    )
+    assert f"{LOOPBACK}:{port} within 3 s" in printed
+
+
+def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    _wait_briefly({})
