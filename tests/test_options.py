@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -17,8 +16,9 @@ from lightning_automodel.distributed.mesh import MeshSizes, resolve_sizes
 from lightning_automodel.distributed.process_group import parse_timeout
 from lightning_automodel.options import StrategyOptions
 
-SIZE = "must be an integer of at least 1 or 'auto', got"
-RESHARD = "reshard_after_forward must be an integer of at least 2 or True or False, got"
+LEAST = "must be an integer of at least"
+SIZE = f"{LEAST} 1 or 'auto', got"
+RESHARD = f"reshard_after_forward {LEAST} 2 or True or False, got"
 RECOMPUTED = (
     "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
     " policy of torch.utils.checkpoint, got"
@@ -27,43 +27,27 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"data_parallel": "fsdp"}, "data_parallel must be one of 'fsdp2', 'ddp', got 'fsdp'."),
-        ({"data_parallel_size": "two"}, f"data_parallel_size {SIZE} 'two'."),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
-        ({"prefetch": -1}, "prefetch must be an integer of at least 0 or 'auto', got -1."),
-        ({"label_shift": True}, "label_shift must be an integer of at least 0, got True."),
-        ({"reshard_after_forward": 1}, f"{RESHARD} 1."),
-        (
-            {"timeout": 0},
-            "timeout must be a positive and finite timedelta or number of minutes, got 0, e.g. 30.",
-        ),
+        ({"data_parallel": "fsdp"}, ValueError, "data_parallel must be one of 'fsdp2', 'ddp', got 'fsdp'."),
+        ({"data_parallel_size": "two"}, ValueError, f"data_parallel_size {SIZE} 'two'."),
+        ({"tensor_parallel_size": 0}, ValueError, f"tensor_parallel_size {LEAST} 1, got 0."),
+        ({"prefetch": -1}, ValueError, f"prefetch {LEAST} 0 or 'auto', got -1."),
+        ({"label_shift": True}, ValueError, f"label_shift {LEAST} 0, got True."),
+        ({"reshard_after_forward": 1}, ValueError, f"{RESHARD} 1."),
+        ({"device_mesh": (2, 2)}, TypeError, "device_mesh must be DeviceMesh or None, got (2, 2)."),
+        ({"ddp_comm_hook": 3}, TypeError, "ddp_comm_hook must be Callable or None, got 3."),
+        ({"ignore_index": True}, TypeError, "ignore_index must be int, got True."),
+        ({"compile": "yes"}, TypeError, "compile must be bool or dict, got 'yes'."),
+        ({"auto_wrap_policy": nn.Linear}, TypeError, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
+        ({"auto_wrap_policy": {"Linear"}}, TypeError, f"{POLICY} {{'Linear'}}."),
+        ({"activation_checkpointing": "all"}, TypeError, f"{RECOMPUTED} 'all'."),
+        ({"activation_checkpointing": {"Linear"}}, TypeError, f"{RECOMPUTED} {{'Linear'}}."),
     ],
 )
-def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
-    """A ValueError, before anything runs, with the value and the valid ones."""
-    with pytest.raises(ValueError, match="must be") as raised:
-        AutomodelStrategy(**options)
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device_mesh": (2, 2)}, "device_mesh must be DeviceMesh or None, got (2, 2)."),
-        ({"ddp_comm_hook": 3}, "ddp_comm_hook must be Callable or None, got 3."),
-        ({"ignore_index": True}, "ignore_index must be int, got True."),
-        ({"compile": "yes"}, "compile must be bool or dict, got 'yes'."),
-        ({"auto_wrap_policy": nn.Linear}, f"{POLICY} <class 'torch.nn.modules.linear.Linear'>."),
-        ({"auto_wrap_policy": {"Linear"}}, f"{POLICY} {{'Linear'}}."),
-        ({"activation_checkpointing": "all"}, f"{RECOMPUTED} 'all'."),
-        ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
-    ],
-)
-def test_wrong_types(options: dict[str, Any], message: str) -> None:
-    """A TypeError, before anything runs, with the value and what is expected."""
-    with pytest.raises(TypeError, match="must be") as raised:
+def test_wrong_values(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """An error before anything runs, with the value and the valid ones."""
+    with pytest.raises(error, match="must be") as raised:
         AutomodelStrategy(**options)
     assert str(raised.value) == message
 
@@ -106,12 +90,16 @@ def test_timeout_is_in_minutes(timeout: timedelta | float, parsed: timedelta) ->
 )
 def test_timeout_that_is_none(timeout: Any) -> None:
     """Nothing can be done in no time, and no clock counts for ever."""
-    with pytest.raises(ValueError, match="timeout must be a positive") as raised:
-        parse_timeout(timeout)
-    assert (
-        str(raised.value)
-        == f"timeout must be a positive and finite timedelta or number of minutes, got {timeout!r}, e.g. 30."
+    expected = (
+        f"timeout must be a positive and finite timedelta or number of minutes, got {timeout!r}, e.g. 30."
     )
+    for parse in (parse_timeout, lambda given: AutomodelStrategy(timeout=given)):
+        with pytest.raises(ValueError, match="timeout must be a positive") as raised:
+            parse(timeout)
+        assert str(raised.value) == expected
+
+
+AUTO = {"data_parallel_replicate_size": "auto"}
 
 
 def _resolve(**sizes: Any) -> MeshSizes:
@@ -127,58 +115,39 @@ def _resolve(**sizes: Any) -> MeshSizes:
 
 
 @pytest.mark.parametrize(
-    ("engine", "size", "replicas", "tensor", "world_size", "num_nodes", "sizes"),
+    ("options", "world_size", "sizes"),
     [
-        ("fsdp2", "auto", 1, 1, 8, 2, MeshSizes(replicate=1, shard=8)),
-        ("fsdp2", 8, 2, 1, 8, 1, MeshSizes(replicate=2, shard=4)),
-        ("fsdp2", "auto", "auto", 1, 8, 2, MeshSizes(replicate=2, shard=4)),
-        ("fsdp2", "auto", "auto", 1, 1, 1, MeshSizes(replicate=1, shard=1)),
-        ("fsdp2", "auto", 1, 2, 8, 1, MeshSizes(replicate=1, shard=4, tensor=2)),
-        ("fsdp2", 4, "auto", 2, 8, 2, MeshSizes(replicate=2, shard=2, tensor=2)),
-        ("ddp", "auto", 1, 1, 4, 2, MeshSizes(replicate=4, shard=1)),
+        ({"num_nodes": 2}, 8, MeshSizes(replicate=1, shard=8)),
+        ({"data_parallel_size": 8, "data_parallel_replicate_size": 2}, 8, MeshSizes(replicate=2, shard=4)),
+        ({**AUTO, "num_nodes": 2}, 8, MeshSizes(replicate=2, shard=4)),
+        (AUTO, 1, MeshSizes(replicate=1, shard=1)),
+        ({"tensor_parallel_size": 2}, 8, MeshSizes(replicate=1, shard=4, tensor=2)),
+        (
+            {**AUTO, "data_parallel_size": 4, "tensor_parallel_size": 2, "num_nodes": 2},
+            8,
+            MeshSizes(replicate=2, shard=2, tensor=2),
+        ),
+        ({"data_parallel": "ddp", "num_nodes": 2}, 4, MeshSizes(replicate=4, shard=1)),
     ],
 )
-def test_sizes(
-    engine: Any, size: Any, replicas: Any, tensor: int, world_size: int, num_nodes: int, sizes: MeshSizes
-) -> None:
+def test_sizes(options: dict[str, Any], world_size: int, sizes: MeshSizes) -> None:
     """`auto` and numbers become sizes that multiply to the world; replicas hold different data too."""
-    resolved = _resolve(
-        data_parallel=engine,
-        data_parallel_size=size,
-        data_parallel_replicate_size=replicas,
-        tensor_parallel_size=tensor,
-        world_size=world_size,
-        num_nodes=num_nodes,
-    )
+    resolved = _resolve(world_size=world_size, **options)
     assert resolved == sizes
     assert resolved.data_parallel * resolved.tensor == world_size
 
 
-@pytest.mark.parametrize(
-    ("size", "tensor", "message"),
-    [
-        (
-            3,
-            1,
-            "data_parallel_size=3 times tensor_parallel_size=1 times context_parallel_size=1"
-            " does not match the world size 4: start 3 processes, or pass",
-        ),
-        (
-            "auto",
-            3,
-            "data_parallel_size=1 times tensor_parallel_size=3 times context_parallel_size=1"
-            " does not match the world size 4: start 3"
-            " processes, or pass",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("size", "tensor"), [(3, 1), ("auto", 3)])
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, message: str) -> None:
+def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int) -> None:
     """The message says both ways out."""
     with pytest.raises(ValueError, match="does not") as raised:
         _resolve(data_parallel=engine, data_parallel_size=size, tensor_parallel_size=tensor, world_size=4)
-    rest = "sizes that multiply to 4; 'auto' finds data_parallel_size where the others divide it."
-    assert str(raised.value) == f"{message} {rest}"
+    assert str(raised.value) == (
+        f"data_parallel_size={1 if size == 'auto' else size} times tensor_parallel_size={tensor} times"
+        " context_parallel_size=1 does not match the world size 4: start 3 processes, or pass sizes that multiply"
+        " to 4; 'auto' finds data_parallel_size where the others divide it."
+    )
 
 
 @pytest.mark.parametrize(("replicas", "num_nodes", "shown"), [(4, 1, 4), ("auto", 5, 5), (12, 1, 12)])
@@ -196,6 +165,7 @@ def _without_effect(**options: Any) -> list[str]:
     return StrategyOptions(**{**AutomodelStrategy().describe()["options"], **options}).without_effect()
 
 
+PADS = "uneven_inputs='pad'"
 UNREPLICATED = (
     "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
     " (data_parallel_replicate_size=1)."
@@ -257,37 +227,32 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("beside", "options", "named"),
     [
         (
+            "context",
             {"uneven_inputs": "pad", "count_window_ahead": True},
-            "count_window_ahead=True, uneven_inputs='pad'",
+            f"count_window_ahead=True, {PADS}",
         ),
-        ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
-        ({"count": "samples"}, "count='samples' (a slice is not a sample)"),
-        ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),
+        (
+            "context",
+            {"per_token_loss": False},
+            "per_token_loss=False (means of slices are not the mean of a batch)",
+        ),
+        ("context", {"count": "samples"}, "count='samples' (a slice is not a sample)"),
+        ("context", {"uneven_inputs": "pad"}, PADS),
+        ("expert", {"data_parallel": "ddp"}, "data_parallel='ddp'"),
+        ("expert", {"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh"),
     ],
 )
-def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None:
-    """What slices of sequences would make wrong, or nobody has checked with them."""
-    message = f"context_parallel_size=2 does not work with {named}: leave one of them out."
+def test_beside_parallelism(beside: str, options: dict[str, Any], named: str) -> None:
+    """What slices of sequences make wrong; DDP copies whole parameters, and a caller's mesh has no experts."""
+    message = f"{beside}_parallel_size=2 does not work with {named}"
     with pytest.raises(ValueError, match="does not work with") as raised:
-        AutomodelStrategy(context_parallel_size=2, **options)
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"data_parallel": "ddp"}, "data_parallel='ddp'"),
-        ({"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh"),
-    ],
-)
-def test_beside_expert_parallelism(options: dict[str, Any], named: str) -> None:
-    """DDP copies whole parameters, and a mesh of the caller's has no dimension for experts."""
-    message = f"expert_parallel_size=2 does not work with {named}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        AutomodelStrategy(expert_parallel_size=2, **options)
+        AutomodelStrategy(**{f"{beside}_parallel_size": 2}, **options)
+    assert str(raised.value).startswith(message)
+    if beside == "context":
+        assert str(raised.value) == f"{message}: leave one of them out."
 
 
 def test_an_unknown_keyword() -> None:

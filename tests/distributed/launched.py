@@ -62,7 +62,9 @@ def _child(
 ) -> None:
     for name in (*NOT_FROM_OUTSIDE, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
-    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    os.environ.update({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, **environment})
+    if not os.environ["GLOO_SOCKET_IFNAME"]:
+        del os.environ["GLOO_SOCKET_IFNAME"]
     torch.set_num_threads(1)
     started_at = time.monotonic()
     try:

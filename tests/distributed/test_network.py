@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 from lightning_automodel import destroy_global_state, initialize_distributed
 from lightning_automodel.distributed import network
+from tests.distributed.launched import Launched
 from tests.launch.two_nodes import ADDRESSES, TwoNodes, connect_two_nodes, enter
-from tests.processes import forked
-
-LIMIT_S = 60.0
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "no.such.host.invalid"])
@@ -39,43 +37,29 @@ def two_nodes() -> Iterator[TwoNodes]:
         yield nodes
 
 
-def _rank(rank: int, namespace: str, variables: dict[str, str], method: str, answers: Any) -> None:
-    """Join from a network namespace, and add up over both ranks."""
+def _join_and_sum(namespace: str, method: str, rank: int) -> str:
+    """Join from a network namespace, and add up over both ranks; the error with its notes, if there is one."""
     enter(namespace)
-    os.environ.pop(network.GLOO_INTERFACE, None)
-    os.environ.update(variables)
     network.CONNECT_TIMEOUT = timedelta(seconds=1)
     try:
-        initialize_distributed(
-            "gloo", timedelta(seconds=LIMIT_S), init_method=method, rank=rank, world_size=2
-        )
+        initialize_distributed("gloo", timedelta(minutes=1), init_method=method, rank=rank, world_size=2)
         total = torch.ones(1)
         dist.all_reduce(total)
-        answers.put((rank, f"{total.item():g} {os.environ.get(network.GLOO_INTERFACE)}"))
+        return f"{total.item():g} {os.environ.get(network.GLOO_INTERFACE)}"
     except RuntimeError as error:
-        notes = getattr(error, "__notes__", [])
-        answers.put((rank, "\n".join([f"{type(error).__name__}: {error}", *notes])))
-    destroy_global_state()
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    finally:
+        destroy_global_state()
 
 
-def _join(nodes: TwoNodes, methods: list[str], variables: list[dict[str, str]]) -> list[str]:
-    context = forked()
-    answers: Any = context.Queue()
+def _join(nodes: TwoNodes, methods: list[str], interfaces: list[str]) -> list[str]:
     ranks = [
-        context.Process(
-            target=_rank, args=(rank, nodes.namespaces[rank], variables[rank], methods[rank], answers)
+        Launched(
+            _join_and_sum, nodes.namespaces[rank], methods[rank], rank, GLOO_SOCKET_IFNAME=interfaces[rank]
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        process.start()
-    try:
-        said = dict(answers.get(timeout=LIMIT_S) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
-    return [said[rank] for rank in range(2)]
+    return [rank.outcome().value for rank in ranks]
 
 
 @pytest.mark.parametrize("own_name", [ADDRESSES[0], "localhost"])
@@ -83,22 +67,20 @@ def test_the_way_to_the_others_is_taken(two_nodes: TwoNodes, own_name: str) -> N
     """Each node's own interface, without any variable, whatever its host name resolves to on rank 0."""
     first, second = two_nodes.devices
     methods = [f"tcp://{name}:29517" for name in (own_name, ADDRESSES[0])]
-    assert _join(two_nodes, methods, [{}, {}]) == [f"2 {first}", f"2 {second}"]
+    assert _join(two_nodes, methods, ["", ""]) == [f"2 {first}", f"2 {second}"]
 
 
 def _is_set_to_loopback(nodes: TwoNodes, folder: Path) -> list[str]:
     """What is set stays, also where the way leads through another interface."""
-    variables = [{network.GLOO_INTERFACE: "lo"}] * 2
-    return _join(nodes, [f"tcp://{ADDRESSES[0]}:29518"] * 2, variables)
+    return _join(nodes, [f"tcp://{ADDRESSES[0]}:29518"] * 2, ["lo", "lo"])
 
 
 def _swallows_packets(nodes: TwoNodes, folder: Path) -> list[str]:
     """As a firewall does."""
-    variables = [{network.GLOO_INTERFACE: device} for device in nodes.devices]
     nobody = ["lladdr", "02:00:00:00:00:01", "dev", nodes.devices[0], "nud", "permanent"]
     command = ["ip", "-netns", nodes.namespaces[0], "neighbour", "replace", ADDRESSES[1], *nobody]
     subprocess.run(command, check=True)
-    return _join(nodes, [f"file://{folder / 'store'}"] * 2, variables)
+    return _join(nodes, [f"file://{folder / 'store'}"] * 2, list(nodes.devices))
 
 
 IN_VAIN = [_is_set_to_loopback, _swallows_packets]

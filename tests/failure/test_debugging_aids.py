@@ -7,11 +7,9 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,9 @@ from torch.distributed.flight_recorder import fr_trace
 
 from lightning_automodel import initialize_distributed
 from lightning_automodel.distributed.collectives import named_barrier
-from tests.processes import forked, free_port
+from tests.distributed.launched import Launched, place
+from tests.failure.faults import become_rank, exit_statuses, killed_at_the_end, started_ranks
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "hang.py"
@@ -29,78 +29,36 @@ WORLD_SIZE = 2
 PATIENCE_S = 60.0
 
 
-def _in_child(log: Path, function: Callable[..., None], *args: Any) -> None:
-    """Call `function` in a process group of its own, so that what it starts can be ended with it."""
+def _run_script(arguments: list[str], rank: int, port: int, folder: Path) -> None:
+    """Of a process group of its own, so that what it starts can be ended with it."""
     os.setsid()
-    with open(log, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
-    function(*args)
-
-
-def _run_script(arguments: list[str], environment: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(environment)
+    become_rank(rank, WORLD_SIZE, port, folder)
     dist.set_debug_level_from_env()  # read when torch was imported, before this process was forked
-    sys.argv = [str(SCRIPT), *arguments]
+    sys.argv = [str(SCRIPT), "--output-dir", str(folder), *arguments]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-@contextlib.contextmanager
-def _started(log: Path, function: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
-    context = forked()
-    process = context.Process(target=_in_child, args=(log, function, *args))
-    process.start()
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
+def _run_script_in_detail(arguments: list[str], rank: int, port: int, folder: Path) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    _run_script(arguments, rank, port, folder)
 
 
-@contextlib.contextmanager
-def _ranks(folder: Path, *arguments: str, **variables: str) -> Iterator[list[BaseProcess]]:
-    """Run the script on all ranks; `folder/rank<rank>.log` holds what each prints."""
-    port = free_port()
-    everywhere = {
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(WORLD_SIZE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                _started(
-                    folder / f"rank{rank}.log",
-                    _run_script,
-                    ["--output-dir", str(folder), *arguments],
-                    everywhere | {"LOCAL_RANK": str(rank), "RANK": str(rank)} | variables,
-                )
-            )
-            for rank in range(WORLD_SIZE)
-        ]
-
-
-def _outputs(folder: Path, *arguments: str, **variables: str) -> list[str]:
+def _outputs(folder: Path, run: Callable[..., None], *arguments: str) -> list[str]:
     """What each rank prints until it has left with status 1."""
-    with _ranks(folder, *arguments, **variables) as processes:
-        deadline = time.monotonic() + PATIENCE_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        statuses = [process.exitcode for process in processes]
+    ranks = started_ranks(run, list(arguments), folder, WORLD_SIZE)
+    with killed_at_the_end(ranks):
+        statuses = exit_statuses(ranks, PATIENCE_S)
     outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(WORLD_SIZE)]
-    assert statuses == [1] * WORLD_SIZE, outputs
+    assert statuses == (1,) * WORLD_SIZE, outputs
     return outputs
 
 
 @pytest.mark.sweep  # waits for a time limit; the suite has others that do
-def test_the_timeout_ends_it_and_the_flight_recorder_shows_what_differs(tmp_path: Path) -> None:
+def test_the_timeout_ends_it_and_the_flight_recorder_shows_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each rank tells where the other was."""
-    outputs = _outputs(tmp_path, "--timeout", "5", "--flight-recorder")
+    outputs = _outputs(tmp_path, _run_script, "--timeout", "5", "--flight-recorder")
     hooks = ["training_step", "backward"]
     first = next(rank for rank in range(WORLD_SIZE) if "RankFailedError" not in outputs[rank])
     other = 1 - first
@@ -118,10 +76,8 @@ def test_the_timeout_ends_it_and_the_flight_recorder_shows_what_differs(tmp_path
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
     assert "in reduce_scatter_single" in outputs[1]
     assert not any("Detected mismatch" in output for output in outputs)
-    log = tmp_path / "log"
-    with _started(log, fr_trace.main, ["--prefix", "rank_", str(tmp_path / "flight_recorder")]) as process:
-        process.join(PATIENCE_S)
-    printed = log.read_text()
+    fr_trace.main(["--prefix", "rank_", str(tmp_path / "flight_recorder")])
+    printed = caplog.text
     assert "collective: gloo:all_gather" in printed
     assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in printed
     assert "'all_gather' does not match found collective type: 'all_reduce'" in printed
@@ -129,7 +85,7 @@ def test_the_timeout_ends_it_and_the_flight_recorder_shows_what_differs(tmp_path
 
 
 def test_detail_names_both_collectives_and_does_not_wait(tmp_path: Path) -> None:
-    outputs = _outputs(tmp_path, "--timeout", "30", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    outputs = _outputs(tmp_path, _run_script_in_detail, "--timeout", "30")
     for rank, collective in enumerate(["ALLGATHER", "_REDUCE_SCATTER_BASE"]):
         running = f"Rank {rank} is running collective: "
         fingerprint = rf"{running}CollectiveFingerPrint\(SequenceNumber=\d+, OpType={collective},"
@@ -138,30 +94,22 @@ def test_detail_names_both_collectives_and_does_not_wait(tmp_path: Path) -> None
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]
 
 
-def _sum_after_a_barrier(rank: int, world_size: int, port: int) -> None:
-    os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", GLOO_SOCKET_IFNAME="lo")
+def _sum_after_a_barrier() -> float:
     dist.set_debug_level_from_env()
-    place = f"tcp://127.0.0.1:{port}"
-    initialize_distributed("gloo", 1, init_method=place, rank=rank, world_size=world_size)
+    initialize_distributed("gloo", 1)
     named_barrier("pre_setup", timedelta(minutes=1))
     total = torch.ones(1)
     dist.all_reduce(total)
-    print("sum", total.item())
+    return total.item()
 
 
-def test_detail_finds_no_difference_after_a_barrier_of_three(tmp_path: Path) -> None:
+def test_detail_finds_no_difference_after_a_barrier_of_three() -> None:
     """Where a monitored barrier on the default group would count as more operations on rank 0."""
     port = free_port()
-    with contextlib.ExitStack() as stack:
-        logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
-        processes = [
-            stack.enter_context(_started(log, _sum_after_a_barrier, rank, len(logs), port))
-            for rank, log in enumerate(logs)
-        ]
-        for process in processes:
-            process.join(PATIENCE_S)
-    outputs = [log.read_text() for log in logs]
-    assert all("sum 3.0" in output for output in outputs), outputs
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    ranks = [Launched(_sum_after_a_barrier, **place(port, rank, 3), **detail) for rank in range(3)]
+    outcomes = [rank.outcome() for rank in ranks]
+    assert [outcome.value for outcome in outcomes] == [3.0] * 3, outcomes
 
 
 @pytest.mark.sweep  # likewise
@@ -169,7 +117,11 @@ def test_the_debug_server_shows_where_every_rank_stands(tmp_path: Path) -> None:
     pytest.importorskip("tabulate", reason="torch's debug server needs tabulate")
     deadline = time.monotonic() + PATIENCE_S
     stacks: list[str] = []
-    with _ranks(tmp_path, "--timeout", "120", "--debug-server", "0"):
+    arguments = ["--timeout", "120", "--debug-server", "0"]
+    ranks = started_ranks(_run_script, arguments, tmp_path, WORLD_SIZE)
+    with killed_at_the_end(ranks), contextlib.ExitStack() as groups:
+        for rank in ranks:
+            groups.callback(os.killpg, rank.pid, signal.SIGKILL)
         while not (len(stacks) == 1 + WORLD_SIZE and "in reduce_scatter_single" in stacks[2]):
             assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
             time.sleep(0.1)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from tests.failure.faults import become_rank
-from tests.processes import forked, free_port
+from tests.failure.faults import become_rank, exit_statuses, killed_at_the_end, started_ranks
+from tests.processes import forked
 from tests.trainer.exactness import micro_batches
 from tests.trainer.runs import CASE, SILENT, LabelledModule
 
@@ -32,7 +32,7 @@ def _count() -> dict[str, int]:
     return {"threads": threads, "descriptors": len(targets), "sockets": sockets}
 
 
-def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> None:
+def _train_again_and_again(queue: Any, rank: int, port: int, folder: Path) -> None:
     become_rank(rank, 2, port, folder)
 
     def train(strategy: AutomodelStrategy) -> None:
@@ -66,19 +66,12 @@ def _train_again_and_again(rank: int, port: int, folder: Path, queue: Any) -> No
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
 def test_trainings_again_and_again_in_one_process(tmp_path: Path) -> None:
     """Many trainings, each with a process group of its own: rank 0 keeps the store, and nothing else is left."""
-    context = forked()
-    port = free_port()
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_train_again_and_again, args=(rank, port, tmp_path, queue))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
+    queue = forked().Queue()
+    processes = started_ranks(_train_again_and_again, queue, tmp_path, 2)
+    with killed_at_the_end(processes):
+        statuses = exit_statuses(processes, 240)
     logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
-    assert [process.exitcode for process in processes] == [0, 0], logs
+    assert statuses == (0, 0), logs
     found = sorted((queue.get(timeout=5) for _ in processes), key=lambda counts: counts[-1]["sockets"])
     for counts in found:
         assert len(counts) == ROUNDS

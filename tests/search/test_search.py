@@ -117,8 +117,6 @@ MORE = {
         thaw="window", epochs=2, optimizer="adam", stops=(3,)
     ),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
-    "gradient_beside_training": Case(num_batches=2, accumulation=(2,), foreign=("input@before_forward",)),
-    "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
     "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
     "clipped_by_the_strategy": Case(
         manual="window", num_batches=5, accumulation=(3,), manual_clip="strategy"
@@ -126,7 +124,6 @@ MORE = {
     "clipped_by_torch_in_windows_that_add": Case(
         manual="add", num_batches=4, accumulation=(2,), manual_clip="torch"
     ),
-    "clipped_in_a_closure": Case(manual="closure", manual_clip="strategy"),
     "gradients_of_inputs_in_each_hook": Case(
         num_batches=4,
         accumulation=(2,),
@@ -140,26 +137,16 @@ MORE = {
         foreign=("forward@batch_end", "forward@before_step"),
     ),
     "an_adversarial_loss_by_hand": Case(manual="window", num_batches=4, accumulation=(2,), inner="fgsm"),
-    "zeroed_without_none": Case(accumulation=(2,), hooks=("zero_set_to_zero",)),
-    "windows_by_epoch": Case(num_batches=5, epochs=2, accumulation=(2, 3), optimizer="nesterov"),
     "replicas_reduced_once": Case(
         engine="hsdp", num_batches=5, accumulation=(2,), strategy=(("defer_fsdp_grad_sync", "all_reduce"),)
     ),
     "a_double_model_under_32_true": Case(trainer=(("precision", "32-true"),), accumulation=(2,), gap="rank"),
-    "unfrozen_after_an_epoch": Case(thaw="epoch", epochs=2, accumulation=(2,)),
-    "frozen_again_in_mid_window_under_ddp": Case(
-        engine="ddp", thaw="mid_window", num_batches=5, accumulation=(3,), strategy=UNUSED
-    ),
-    "backbone_that_is_finetuned_later": Case(
-        engine="ddp", callbacks=("finetuning",), epochs=2, strategy=UNUSED
-    ),
     "tied_and_parameters_of_the_root": Case(
         parts=("scalar", "tied", "vector"), num_batches=5, accumulation=(3,)
     ),
     "a_frozen_block": Case(frozen="block", container="groups", accumulation=(2,)),
     "frozen_biases": Case(engine="ddp", frozen="biases", container="reused", accumulation=(2,)),
     "nested_sequentials": Case(container="nested", counter="transient", accumulation=(2,)),
-    "class_weights": Case(task="rows", weighted=True, tell="returned_tensor", accumulation=(2,)),
     "samples_under_ddp": Case(engine="ddp", task="rows", tell="samples", batch="tuple", accumulation=(2,)),
 }
 """Beside a case of its kind in `FOUND`, or of one trait that a test of its room has."""

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy
 from tests import devices
-from tests.failure.faults import become_rank, killed_at_the_end
-from tests.processes import forked, free_port
+from tests.failure.faults import become_rank, exit_statuses, killed_at_the_end, started_ranks
 from tests.rank_pool import RankPool
 from tests.second_device import nccl_like
 from tests.trainer.exactness import full_weights
@@ -139,7 +138,7 @@ def a_bound_device_connects_at_once(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _be(rank: int, scenario: str, port: int, folder: Path) -> None:
+def _be(scenario: str, rank: int, port: int, folder: Path) -> None:
     become_rank(rank, 2, port, folder)
     os.environ[devices.VARIABLE] = "nccl"
     os.environ[nccl_like.RUN_AHEAD] = str(folder / "happened")
@@ -158,15 +157,9 @@ def test_in_processes_of_their_own(
     extension: None, tmp_path: Path, scenario: str, statuses: tuple[int, ...], printed: list[str]
 ) -> None:
     """What two ranks print, and how they end."""
-    context = forked()
-    port = free_port()
-    processes = [context.Process(target=_be, args=(rank, scenario, port, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = started_ranks(_be, scenario, tmp_path, 2)
     with killed_at_the_end(processes):
-        for process in processes:
-            process.join(40)
-        found = tuple(process.exitcode for process in processes)
+        found = exit_statuses(processes, 40)
     text = (tmp_path / "rank0.log").read_text()
     assert found == statuses, text
     places = [text.find(each) for each in printed]
