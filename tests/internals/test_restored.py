@@ -26,8 +26,10 @@ NO_INSTANCES = {
     "nn.functional",
     "attention",
     "masking_utils",
+    # Of this package.
+    "self.run.windows",
 }
-"""Modules whose attributes are replaced. `test_nothing_replaced.py` looks at those of a fit."""
+"""Not patched instances of others: modules (`test_nothing_replaced.py` looks at those of a fit), and our own."""
 NOT_OURS = {"__slotnames__", "log", "log_dict", "step"}
 """What copying sets, Lightning for its callbacks, and torch for the class of each optimizer."""
 STEPS = {
