@@ -43,7 +43,7 @@ def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
     def is_of_hugging_face(submodule: nn.Module) -> bool:
         return any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
 
-    return list(outermost(module, is_of_hugging_face))
+    return outermost([module], is_of_hugging_face)
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def spread_by_plan(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     if any(num_expert_ranks(parameter) > 1 for parameter in module.parameters()) or is_sharded(module):
         return
-    for model in outermost(module, _has_plan):
+    for model in outermost([module], _has_plan):
         _apply_plan(model, mesh)
 
 

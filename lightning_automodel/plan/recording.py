@@ -258,7 +258,7 @@ def _note_units(
     checkpoint_blocks(module, options.activation_checkpointing, options.auto_wrap_policy, True, stack)
     if policy.param_dtype is not None:
         module.to(policy.param_dtype)
-        precision.cast_around(units.distinct(units.callable_children(module)), policy)
+        precision.cast_around(units.callable_children(module), policy)
     for index, parameter in enumerate(module.parameters()):
         if parameter.requires_grad:  # hooks come last, since the cast can remove earlier ones
             parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))

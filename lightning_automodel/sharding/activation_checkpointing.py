@@ -18,7 +18,9 @@ from lightning_automodel.sharding.units import (
     WrapPolicy,
     class_name,
     described,
-    instances_below,
+    has_forward,
+    matches,
+    outermost,
     plan_sharding,
 )
 
@@ -112,7 +114,8 @@ def checkpoint_blocks(
     elif callable(choice):
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, choice)
     if isinstance(choice, (set, frozenset)):
-        blocks = instances_below(model, choice)
+        # Those that can be called, with parameters or not.
+        blocks = outermost(model.children(), lambda module: has_forward(module) and matches(module, choice))
     else:
         blocks = plan_sharding(model, policy, root_is_model).units
     names = _names(model, blocks, f"activation_checkpointing={choice!r}")

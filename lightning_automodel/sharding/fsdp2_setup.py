@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import apply, checks, memory, precision, quantized, tensor_parallel, units
+from lightning_automodel.sharding import apply, checks, memory, tensor_parallel, units
 from lightning_automodel.sharding.gathers import set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
 
@@ -32,9 +32,8 @@ def shard_module(
     plan = None
     with apply.attributes_kept(module):
         if not units.has_fsdp_units(module):  # else other code or an earlier run has sharded it
-            whole = precision.kept_wide(module, policy) | quantized.kept_whole(module, policy)
             plan = units.plan_sharding(
-                module, options.auto_wrap_policy, module.automatic_optimization, whole
+                module, options.auto_wrap_policy, module.automatic_optimization, policy
             )
             named = module.named_parameters()
             checks.check_shardable({name: p for name, p in named if name not in plan.replicated})

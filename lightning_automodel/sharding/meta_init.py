@@ -18,7 +18,7 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.shards import make_shard
-from lightning_automodel.sharding.units import class_name, distinct
+from lightning_automodel.sharding.units import class_name
 
 # Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors
 # without any are found only when the run starts: they hold nothing but this byte.
@@ -146,7 +146,7 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
 def _children_first(model: nn.Module) -> list[nn.Module]:
     """Modules, each once, in the order in which constructors finish."""
     below = [module for child in model.children() for module in _children_first(child)]
-    return distinct([*below, model])
+    return list(dict.fromkeys([*below, model]))
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

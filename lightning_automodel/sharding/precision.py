@@ -97,21 +97,6 @@ def step_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, cast_forward_inputs=False, output_dtype=None)
 
 
-def kept_wide(model: nn.Module, policy: MixedPrecisionPolicy) -> set[str]:
-    """Names of parameters that stay whole and keep their dtype under a half-precision policy.
-
-    No policy casts running statistics, and torch requires the parameters beside them in their dtype.
-    """
-    if policy.param_dtype not in HALF:
-        return set()
-    return {
-        name
-        for path, module in model.named_modules()
-        if isinstance(getattr(module, "running_mean", None), Tensor)
-        for name, _ in module.named_parameters(path, recurse=False)
-    }
-
-
 def outermost_calls(
     run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -52,7 +52,7 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
     if not _takes_part(module, mesh.tensor_parallel):
-        planned = [] if is_sharded(module) else list(outermost(module, _has_plan))
+        planned = [] if is_sharded(module) else outermost([module], _has_plan)
         if not planned:
             raise ValueError(
                 f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is"

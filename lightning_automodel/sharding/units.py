@@ -1,16 +1,18 @@
 """Which modules become FSDP units."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.torch import uncompiled
+from lightning_automodel.sharding.precision import HALF
+from lightning_automodel.sharding.quantized import stays_whole
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -51,7 +53,7 @@ def plan_sharding(
     model: nn.Module,
     policy: WrapPolicy,
     root_is_model: bool,
-    whole: Collection[str] = (),
+    precision: MixedPrecisionPolicy | None = None,
 ) -> ShardingPlan:
     """Decide which modules become FSDP units; the model is unchanged.
 
@@ -62,53 +64,57 @@ def plan_sharding(
     one. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
     Without one, a large head is a group of its own within the root.
 
-    ``whole`` has the names of parameters that the caller leaves whole.
-
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
+
+    ``precision`` has the dtypes of the units, by which more parameters stay whole. Raises ValueError for
+    parameters that could neither be sharded nor stay whole. None if nobody asks for what stays whole.
     """
     roots = [model] if root_is_model else callable_children(model)
-    starts: Iterable[nn.Module] = roots
-    large: list[nn.Module] = []
-    if root_is_model and policy is not None:
-        starts = model.children()
-    elif root_is_model:
-        large = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_large(m)]
-    found = distinct(unit for start in starts for unit in _find_units(start, policy) if unit not in roots)
+    large: list[nn.Linear] = []
+    if policy is not None:
+        starts = model.children() if root_is_model else roots
+        found = outermost(starts, lambda module: can_be_unit(module) and matches(module, policy))
+    else:
+        found = list(dict.fromkeys(block for root in roots for block in _repeated_blocks(root)))
+        if root_is_model:
+            linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+            large = [layer for layer in linear if layer.in_features * layer.out_features >= HEAD_ELEMENTS]
+    found = [unit for unit in found if unit not in roots]
     places = _places(model, roots, {*found, *large})
-    replicated = _find_replicated(model, places).union(whole)
-    units = [unit for unit in found if _is_apart(unit, places)]
+    whole = _stay_whole(model, places, precision)
     # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
     # last, that of the embedding: after the whole backward, which then hides neither of them.
-    named = dict(model.named_parameters()) if large else {}
-    sharded = {parameter for name, parameter in named.items() if name not in replicated}
     heads = [
-        m for m in large if m not in found and _is_apart(m, places) and sharded.issuperset(m.parameters())
+        layer
+        for layer in large
+        if layer not in found and _is_apart(layer, places) and whole.isdisjoint(layer.parameters())
     ]
-    return ShardingPlan(roots, units, replicated, head=heads[0] if len(heads) == 1 else None)
-
-
-def _is_large(layer: nn.Linear) -> bool:
-    return layer.in_features * layer.out_features >= HEAD_ELEMENTS
+    return ShardingPlan(
+        roots,
+        units=[unit for unit in found if _is_apart(unit, places)],
+        replicated={name for name, parameter in model.named_parameters() if parameter in whole},
+        head=heads[0] if len(heads) == 1 else None,
+    )
 
 
 def _places(
     model: nn.Module, roots: Container[nn.Module], units: Container[nn.Module]
 ) -> dict[nn.Parameter, set[_Place]]:
-    """Where each parameter is reached, by all its names: the outermost root and unit of each way, if any."""
+    """Where each parameter is reached, by all ways to it: the outermost root and unit of each way, if any."""
     places: dict[nn.Parameter, set[_Place]] = defaultdict(set)
 
-    above: dict[str, _Place] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        parent, _, _ = path.rpartition(".")
-        root, unit = above.get(parent, (None, None))
+    def visit(module: nn.Module, root: nn.Module | None, unit: nn.Module | None) -> None:
         if root is None and module in roots:
             root = module
         if unit is None and module in units:
             unit = module
-        above[path] = root, unit
         for parameter in module.parameters(recurse=False):
             places[parameter].add((root, unit))
+        for child in module.children():
+            visit(child, root, unit)
+
+    visit(model, None, None)
     return places
 
 
@@ -118,20 +124,27 @@ def _is_apart(module: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> 
     return len(of_all) == 1 and of_all.pop()[1] is module
 
 
-def _find_replicated(model: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> set[str]:
-    """Names of what FSDP2 cannot take: scalars, empty and complex parameters, and those of no root or of several.
+def _stay_whole(
+    model: nn.Module, places: Mapping[nn.Parameter, set[_Place]], precision: MixedPrecisionPolicy | None
+) -> set[nn.Parameter]:
+    """What FSDP2 cannot take: scalars, empty and complex parameters, codes, and those of no root or of several.
 
-    It reduces the gradients of a unit in one real dtype. Those of a TorchScript module cannot be replaced.
+    It reduces the gradients of a unit in one real dtype. Those of a TorchScript module cannot be replaced. No
+    policy casts running statistics, and torch requires the parameters beside them in their dtype.
     """
-    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    in_scripts = {parameter for module in scripted for parameter in module.parameters()}
-    found = set()
+    in_half = precision is not None and precision.param_dtype in HALF
+    whole: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_beside_statistics = in_half and isinstance(getattr(module, "running_mean", None), Tensor)
+        if is_beside_statistics or isinstance(module, torch.jit.ScriptModule):
+            whole.update(module.parameters(recurse=False))
     for name, parameter in model.named_parameters():
         roots = {root for root, _ in places[parameter]}
         is_unfit = parameter.ndim == 0 or parameter.numel() == 0 or parameter.is_complex()
-        if is_unfit or parameter in in_scripts or len(roots) > 1 or None in roots:
-            found.add(name)
-    return found
+        is_coded = precision is not None and stays_whole(name, parameter, precision)
+        if is_unfit or is_coded or len(roots) > 1 or None in roots:
+            whole.add(parameter)
+    return whole
 
 
 def mark_head(module: nn.Module) -> None:
@@ -144,24 +157,19 @@ def is_head(module: object) -> bool:
     return _IS_HEAD in vars(module)
 
 
-def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
-    """Yield the outermost units at or below ``module``, which may be below an entry of an ``nn.ModuleDict``.
+def _repeated_blocks(module: nn.Module, is_entry: bool = False) -> Iterator[nn.Module]:
+    """Yield the outermost blocks at or below ``module``, which may be below an entry of an ``nn.ModuleDict``.
 
     Ranks that choose different entries (experts) must not gather different units: Sequentials there are no
     units, and neither are the tails of an adaptive softmax, each of which some rank may not need.
     """
-    if policy is not None:
-        yield from outermost(
-            module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy)
-        )
-        return
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
         return
     # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
     if names:
-        named = list(
-            outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate))
+        named = outermost(
+            [module], lambda candidate: class_name(candidate) in names and can_be_unit(candidate)
         )
         yield from named
         if named:
@@ -172,27 +180,20 @@ def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -
             yield child
         else:
             in_dict = isinstance(module, nn.ModuleDict) and has_forward(child)
-            yield from _find_units(child, policy, is_entry or in_dict)
+            yield from _repeated_blocks(child, is_entry or in_dict)
 
 
-def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Modules at or below ``module`` that match, except those inside of another match, in registration order."""
-    if matches(module):
-        yield module
-        return
-    for child in module.children():
-        yield from outermost(child, matches)
+def outermost(starts: Iterable[nn.Module], condition: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Modules at or below ``starts`` that meet it, but none inside of another, each once, as they are registered."""
+    found: dict[nn.Module, None] = {}
+    for module in starts:
+        below = [module] if condition(module) else outermost(module.children(), condition)
+        found.update(dict.fromkeys(below))
+    return list(found)
 
 
-def instances_below(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
-    """Outermost modules below ``model`` of these classes that can be called, with parameters or not."""
-    starts = model.children()
-    return distinct(
-        m for start in starts for m in outermost(start, lambda m: has_forward(m) and _matches(m, classes))
-    )
-
-
-def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:
+def matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:
+    """Whether a module is an instance of one of these classes, or meets this predicate."""
     module = uncompiled(module)
     if isinstance(policy, (set, frozenset)):
         return isinstance(module, tuple(policy))
@@ -213,18 +214,12 @@ def has_forward(module: nn.Module) -> bool:
 
 def callable_children(module: nn.Module) -> list[nn.Module]:
     """Outermost descendants that can be FSDP roots, looking through containers without a forward, each once."""
-    return distinct(found for child in module.children() for found in outermost(child, can_be_unit))
-
-
-def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Each module once, in the order of its first occurrence."""
-    return list(dict.fromkeys(modules))
+    return outermost(module.children(), can_be_unit)
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     """FSDP2 modules that no other FSDP2 module contains."""
-    found = distinct(outermost(model, lambda module: isinstance(module, FSDPModule)))
-    return cast(list[FSDPModule], found)
+    return cast(list[FSDPModule], outermost([model], lambda module: isinstance(module, FSDPModule)))
 
 
 def class_name(module: nn.Module) -> str:
