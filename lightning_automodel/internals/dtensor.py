@@ -31,16 +31,6 @@ def _on_the_whole(_: Any) -> list[tuple[list[Any], list[Any]]]:
 register_sharding(torch.ops.aten._is_any_true.default)(_on_the_whole)
 
 
-def part_of(tensor: DTensor) -> Tensor:
-    """This rank's part, sharing memory. Not recorded by autograd, and cheaper than ``to_local()``."""
-    return tensor._local_tensor
-
-
-def parts_of(tensors: Iterable[Any]) -> list[Tensor]:
-    """This rank's part of each, as :func:`part_of`; of a plain tensor all of it."""
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-
-
 def alike(tensors: Iterable[Any], models: Iterable[Any]) -> bool:
     """Whether all are sharded, and each tensor has the layout of its model, and its dtype."""
     try:
@@ -60,7 +50,7 @@ def with_part(cls: type[DTensor], part: Tensor, like: DTensor) -> Any:
 def plain_dtensor(tensor: Tensor) -> Tensor:
     """A sharded tensor without a class of ours, sharing memory; any other tensor as it is."""
     if isinstance(tensor, DTensor):
-        return with_part(DTensor, part_of(tensor), tensor)
+        return with_part(DTensor, tensor._local_tensor, tensor)
     return tensor
 
 

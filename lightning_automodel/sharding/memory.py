@@ -10,7 +10,7 @@ from torch import nn
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.dtensor import parts_of
+from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.options import StrategyOptions
 
 FREE_MEMORY_SHARE = 0.5
@@ -89,7 +89,7 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
         if param.sharded_param.requires_grad:
             gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for local in parts_of(trained):
+    for local in map(local_tensor, trained):
         if local.device.type == device.type:
             moments = 2 * max(local.element_size(), torch.float32.itemsize)
             state += local.numel() * (local.element_size() + moments)

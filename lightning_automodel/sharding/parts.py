@@ -1,10 +1,11 @@
 """What is computed on this rank's parts of sharded tensors.
 
 Element by element nothing is communicated; sums and norms are added up over the ranks. Each function
-returns ``WHOLES`` if it cannot.
+raises :class:`NeedsWholes` if it cannot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,13 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.gradients.token_loss import wide_dtype
-from lightning_automodel.internals.dtensor import (
-    alike,
-    part_of,
-    parts_of,
-    tree_map_only,
-    with_part,
-)
+from lightning_automodel.internals.dtensor import alike, tree_map_only, with_part
+from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import (
     Arguments,
     Function,
@@ -32,8 +28,12 @@ from lightning_automodel.sharding.whole_copies import (
     written,
 )
 
-WHOLES: Any = object()
-"""Returned where the whole tensors are needed."""
+
+class NeedsWholes(Exception):  # noqa: N818 (no error: the whole tensors are gathered)
+    """What is asked for cannot be computed on parts."""
+
+
+_layout_of = attrgetter("shape", "placements", "device_mesh")
 
 
 # --- Element by element ---------------------------------------------------------------------------------------------
@@ -43,27 +43,15 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on this rank's parts, where all tensors fit to one layout."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     targets = written(function, args, kwargs)
-    like: Any = None
-    for tensor in targets or tensors:
-        if isinstance(tensor, DTensor):
-            like = tensor
-            break
+    like = next((tensor for tensor in targets or tensors if isinstance(tensor, DTensor)), None)
     if like is None:
-        return WHOLES
+        raise NeedsWholes
     is_followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    parts: dict[int, Any] = {}
-    for tensor in tensors:
-        part = part_like(tensor, like, is_followed)
-        if part is None:
-            return WHOLES
-        parts[id(tensor)] = part
-    own = parts[id(like)]
+    own = part_like(like, like, is_followed)
     if targets and is_followed:
         own = own.clone()
-        parts[id(like)] = own
-    result = function(
-        *[parts.get(id(value), value) for value in args],
-        **{key: parts.get(id(value), value) for key, value in kwargs.items()},
+    result = _on_parts(
+        function, args, kwargs, lambda value: own if value is like else part_like(value, like, is_followed)
     )
     if result is own:  # written in place, or nothing to do, as for contiguous()
         if targets and is_followed:
@@ -74,50 +62,74 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(result, str) or result is NotImplemented:
         return result
     if not isinstance(result, Tensor) or result.shape != own.shape or result.device != own.device:
-        return WHOLES
+        raise NeedsWholes
     if result.requires_grad and result.is_leaf:  # torch.zeros_like(p, requires_grad=True)
-        return WHOLES
+        raise NeedsWholes
     return _as_shard(result, like)
 
 
 def cast(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.to(other)`` or ``x.type_as(p)``: of the other tensor the dtype and the device count, not the shape."""
-    others = tree_map_only(Tensor, _without_shape, (args[1:], kwargs))
+    others = tree_map_only(Tensor, lambda other: local_tensor(other).new_empty(()), (args[1:], kwargs))
     return elementwise(function, (args[0], *others[0]), others[1])
 
 
-def _without_shape(tensor: Tensor) -> Tensor:
-    return parts_of([tensor])[0].new_empty(())
+def foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``): as the first list is sharded, so the others."""
+    models = [*args, *kwargs.values()][0]
+    result = _on_parts(function, args, kwargs, lambda value: _parts_like(value, models))
+    if written(function, args, kwargs):
+        count_writes([model for model in models if isinstance(model, DTensor)])
+        return None if result is None else models
+    return [
+        _as_shard(part, like) if isinstance(like, DTensor) else part
+        for part, like in zip(result, models, strict=True)
+    ]
 
 
-def part_like(tensor: Tensor, like: DTensor, is_followed: bool) -> Tensor | None:
-    """This rank's part of what ``tensor`` is when it broadcasts to ``like``; None if that needs whole tensors.
+def _on_parts(function: Function, args: Arguments, kwargs: Keywords, localize: Callable[[Any], Any]) -> Any:
+    """Call ``function`` with what ``localize`` makes of each argument."""
+    return function(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
 
-    ``is_followed`` says whether autograd follows the computation. Gradients of other layouts need whole
-    tensors.
+
+def part_like(value: Any, like: Any, is_followed: bool) -> Any:
+    """This rank's part of what a tensor is when it broadcasts to ``like``, which is sharded.
+
+    What is no tensor is returned as it is, and so are plain tensors, if ``like`` is one too. ``is_followed``
+    says whether autograd follows the computation. Gradients of other layouts need whole tensors.
     """
-    needs_gradient = is_followed and tensor.requires_grad
-    if isinstance(tensor, DTensor) and _have_one_layout(tensor, like):
-        return tensor.to_local() if needs_gradient else part_of(tensor)
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(like, DTensor):
+        if isinstance(value, DTensor | View):
+            raise NeedsWholes
+        return value
+    needs_gradient = is_followed and value.requires_grad
+    if value is like or (isinstance(value, DTensor) and _layout_of(value) == _layout_of(like)):
+        return value.to_local() if needs_gradient else local_tensor(value)
     if needs_gradient:
-        return None
-    if isinstance(tensor, View):
-        tensor.source.refresh(torch.broadcast_to)
-    if isinstance(tensor, DTensor):
-        tensor = gather(tensor, torch.broadcast_to)
-    if tensor.ndim == 0:  # does not promote dtypes, and may lie on another device
-        return tensor
+        raise NeedsWholes
+    if isinstance(value, View):
+        value.source.refresh(torch.broadcast_to)
+    if isinstance(value, DTensor):
+        value = gather(value, torch.broadcast_to)
+    if value.ndim == 0:  # does not promote dtypes, and may lie on another device
+        return value
     try:
-        return own_part(tensor.expand(like.shape), like)
-    except RuntimeError:  # it does not broadcast
-        return None
+        return own_part(value.expand(like.shape), like)
+    except RuntimeError as error:  # it does not broadcast
+        raise NeedsWholes from error
 
 
-def _have_one_layout(one: DTensor, other: DTensor) -> bool:
-    """Whether each rank holds the same elements of both."""
-    if one.shape != other.shape or one.placements != other.placements:
-        return False
-    return one.device_mesh == other.device_mesh
+def _parts_like(value: Any, models: Sequence[Any]) -> Any:
+    """What this rank needs of an argument: of a list each entry laid out like its model."""
+    if value.__class__ not in (list, tuple) or len(value) != len(models):
+        return part_like(value, None, False)
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in value):
+        raise NeedsWholes
+    if alike(value, models):
+        return list(map(local_tensor, value))
+    return [part_like(tensor, like, False) for tensor, like in zip(value, models, strict=True)]
 
 
 def _as_shard(part: Tensor, like: DTensor) -> DTensor:
@@ -130,50 +142,15 @@ def _as_shard(part: Tensor, like: DTensor) -> DTensor:
     return shard
 
 
-def foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``): as the first list is sharded, so the others."""
-    values = [*args, *kwargs.values()]
-    models = values[0]
-    parts = [_parts_like(value, models) for value in values]
-    if any(part is WHOLES for part in parts):
-        return WHOLES
-    result = function(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
-    if written(function, args, kwargs):
-        count_writes([model for model in models if isinstance(model, DTensor)])
-        return None if result is None else models
-    return [
-        _as_shard(part, like) if isinstance(like, DTensor) else part
-        for part, like in zip(result, models, strict=True)
-    ]
-
-
-def _parts_like(value: Any, models: Sequence[Any]) -> Any:
-    """What this rank needs of an argument: of a list each entry laid out like its model."""
-    if value.__class__ not in (list, tuple) or len(value) != len(models):
-        return WHOLES if isinstance(value, DTensor | View) else value
-    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in value):
-        return WHOLES
-    if alike(value, models):
-        return parts_of(value)
-    parts = [
-        part_like(tensor, like, False)
-        if isinstance(like, DTensor) and isinstance(tensor, Tensor)
-        else tensor
-        for tensor, like in zip(value, models, strict=True)
-    ]
-    if any(part is None or isinstance(part, DTensor | View) for part in parts):
-        return WHOLES
-    return parts
-
-
 # --- Sums and norms of all elements -----------------------------------------------------------------------------------
 
 
 def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.sum()``, of all elements."""
-    if kwargs or len(args) != 1 or _needs_wholes(args):
-        return WHOLES
-    (part,) = parts_of(args)
+    if kwargs or len(args) != 1:
+        raise NeedsWholes
+    _check_summable(args)
+    part = local_tensor(args[0])
     own = part.sum(dtype=wide_dtype(part.device))
     return add_up(own.reshape(1), args, function)[0].to(part.dtype)
 
@@ -187,18 +164,20 @@ def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
     order = [*args[1:], *given.values()]
     if not given.keys() <= {"p", "ord"} or order not in ([], [2], ["fro"]):
-        return WHOLES
+        raise NeedsWholes
     is_list = not isinstance(args[0], Tensor)
     tensors = args[0] if is_list else [args[0]]
-    if _needs_wholes(tensors):
-        return WHOLES
+    _check_summable(tensors)
     dtype = wide_dtype(tensors[0].device)
-    squares = torch.stack(torch._foreach_norm(parts_of(tensors), dtype=dtype)).square()
+    squares = torch.stack(torch._foreach_norm(list(map(local_tensor, tensors)), dtype=dtype)).square()
     norms = add_up(squares, tensors, function).sqrt().to(tensors[0].dtype)
     return list(norms.unbind()) if is_list else norms[0]
 
 
-def _needs_wholes(tensors: Any) -> bool:
-    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
-        return True
-    return any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors)
+def _check_summable(tensors: Any) -> None:
+    """Raise NeedsWholes unless numbers of these tensors can be added up in one list, and nobody follows them."""
+    is_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+    if not is_alike or not tensors[0].is_floating_point():
+        raise NeedsWholes
+    if any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors):
+        raise NeedsWholes

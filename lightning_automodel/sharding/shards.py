@@ -29,14 +29,13 @@ from lightning_automodel.internals.dtensor import (
     DATA,
     GRAD,
     break_graphs_at,
-    part_of,
     plain_access,
     support_foreach,
     with_part,
 )
 from lightning_automodel.internals.torch import local_tensor, version, without_wrappers
 from lightning_automodel.sharding import parts
-from lightning_automodel.sharding.parts import WHOLES, elementwise, part_like
+from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_like
 from lightning_automodel.sharding.whole_copies import (
     AUGMENTED,
     Arguments,
@@ -93,10 +92,11 @@ class Shard(DTensor):
             return NotImplemented  # what a shard has replaced raises itself
         keywords = kwargs or {}
         with plain_access():
-            result = _rule_of(function.__name__)(function, args, keywords)
-            if result is WHOLES:
-                return on_wholes(function, args, keywords)
-        return result
+            try:
+                return _rule_of(function.__name__)(function, args, keywords)
+            except NeedsWholes:
+                pass
+            return on_wholes(function, args, keywords)
 
     # Read so often, by optimizers, that it does not take the way of other attributes.
     @property
@@ -137,7 +137,7 @@ class Shard(DTensor):
         with plain_access(), torch.no_grad():
             part = _part_of_values(values, self)
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
-                part_of(self).copy_(part)
+                local_tensor(self).copy_(part)
             count_writes([self])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
@@ -316,7 +316,7 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Whole tensors show ``p.T``; and a plain tensor's ``data`` or ``grad`` becomes a whole one."""
     if function.__self__.__name__ in _VIEWING_ATTRIBUTES or not isinstance(args[0], Shard):
-        return WHOLES
+        raise NeedsWholes
     return function(*args)
 
 
@@ -329,7 +329,7 @@ def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
-    return function(part_of(args[0]), *args[1:], **kwargs)
+    return function(local_tensor(args[0]), *args[1:], **kwargs)
 
 
 def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:

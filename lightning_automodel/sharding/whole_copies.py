@@ -20,7 +20,6 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import holders_of
 from lightning_automodel.internals.dtensor import (
     break_graphs_at,
-    part_of,
     plain_access,
     tree_any_only,
     tree_map,
@@ -85,7 +84,7 @@ def gather(shard: DTensor, function: Function) -> Tensor:
             return shard.full_tensor().clone()  # autograd lets nobody write to what is itself a view
         # Tensors of inference mode would not tell of writes.
         with torch.inference_mode(False), torch.no_grad():
-            part = part_of(shard)
+            part = local_tensor(shard)
             # An offloaded shard lies on the host, where its ranks may not communicate.
             moved = part.to(shard.device_mesh.device_type)
             return with_part(DTensor, moved, shard).full_tensor().to(part.device)
