@@ -151,7 +151,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     sharded_alike: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         lay_out_gradient(parameter)
-        sharded_alike[_sharding_groups(parameter)].append(parameter)
+        sharded_alike[sharding_groups(parameter)].append(parameter)
     device = _reduction_device(parameters)
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
     for groups, same in sharded_alike.items():
@@ -230,15 +230,15 @@ def lay_out_gradient(parameter: nn.Parameter) -> None:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-    """Groups that the parameter is sharded over; none for replicated and plain parameters."""
-    if not isinstance(parameter, DTensor):
+def sharding_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Groups that a tensor is sharded over; none for replicated and plain ones."""
+    if not isinstance(tensor, DTensor):
         return ()
-    mesh = parameter.device_mesh
+    mesh = tensor.device_mesh
     # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
     return tuple(
         mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
+        for axis, placement in enumerate(tensor.placements)
         if not placement.is_replicate() and mesh.size(axis) > 1
     )
 

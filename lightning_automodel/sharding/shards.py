@@ -112,7 +112,7 @@ class Shard(DTensor):
     def grad(self, value: Any) -> None:
         with plain_access():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.shape:
-                part = _part_of_values(value, self)
+                part = part_like(value, self, False).clone()
                 dtype = torch.promote_types(value.dtype, wide_dtype(value.device))
                 norm = torch.linalg.vector_norm(value.detach(), dtype=dtype)
                 value = with_part(Shard, part, self)
@@ -135,7 +135,7 @@ class Shard(DTensor):
                 " and dtypes before the model is sharded, in __init__ or configure_model."
             )
         with plain_access(), torch.no_grad():
-            part = _part_of_values(values, self)
+            part = part_like(values, self, False).clone()  # a collective if they are sharded in another way
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
                 local_tensor(self).copy_(part)
             count_writes([self])
@@ -172,12 +172,6 @@ def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
             shard.parameter_name = names.get(id(shard), "a parameter")
             shard.fsdp_param = param
             shard.accepts_hooks = accept_hooks
-
-
-def _part_of_values(values: Tensor, shard: Shard) -> Any:
-    """A copy of this rank's part of a tensor of the same shape. A collective if it is sharded in another way."""
-    part: Any = part_like(values, shard, False)
-    return part.clone()
 
 
 # --- What FSDP2 gathers of a shard ------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import holders_of
+from lightning_automodel.gradients.rescale_clip import sharding_groups
 from lightning_automodel.internals.dtensor import (
     break_graphs_at,
     plain_access,
@@ -54,18 +54,17 @@ def is_recorded(tensor: Tensor) -> bool:
 def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Tensor:
     """[n] numbers of this rank's parts of n tensors, each added up over the ranks that hold the other parts.
 
-    A collective on the meshes of the tensors, one for each dimension that some of them are sharded over.
+    A collective on the meshes of the tensors, one for each group that some of them are sharded over.
     """
-    sharded: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+    sharded: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            for dim, placement in enumerate(tensor.placements):
-                if not placement.is_replicate():
-                    sharded[tensor.device_mesh, dim].append(index)
-    for (mesh, dim), indices in sharded.items():
-        with collectives.gathering(name_of(tensors[indices[0]]), function.__name__):
-            total = values[indices].to(mesh.device_type)  # of an offloaded tensor
-            dist.all_reduce(total, group=mesh.get_group(dim))
+        for group in sharding_groups(tensor):
+            sharded[group].append(index)
+    for group, indices in sharded.items():
+        first: Any = tensors[indices[0]]
+        with collectives.gathering(name_of(first), function.__name__):
+            total = values[indices].to(first.device_mesh.device_type)  # of an offloaded tensor
+            dist.all_reduce(total, group=group)
             values[indices] = total.to(values.device)
     return values
 
@@ -257,25 +256,24 @@ def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
             " under torch.no_grad(), and call functions without the underscore on what is computed from them."
         )
     follows = bool(targets) and tree_any_only(Tensor, is_recorded, (args, kwargs))
-    # By the ids of the tensors, which must live as long.
-    copies: dict[int, tuple[Tensor, GatheredCopy]] = {}
+    copies: dict[int, GatheredCopy] = {}  # by the ids of arguments
 
     def whole_of(value: Any) -> Any:
         if isinstance(value, View):
             value.source.refresh(function)
-            copies[id(value)] = (value, value.source)
+            copies[id(value)] = value.source
         elif isinstance(value, DTensor):
             if id(value) not in copies:
-                copies[id(value)] = (value, _copy_of(value, function))
-            return copies[id(value)][1].whole
+                copies[id(value)] = _copy_of(value, function)
+            return copies[id(value)].whole
         return value
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
             return result
-        for tensor, gathered in copies.values():
+        for gathered in copies.values():
             if result is gathered.whole:
-                return tensor
+                return gathered.shard
             if gathered.has(result):
                 view = result.as_subclass(View)
                 view.source = gathered
@@ -284,7 +282,7 @@ def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and not targets):
         result = function(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
-    for _, gathered in copies.values():
+    for gathered in copies.values():
         is_written = gathered.carry(function)
         # Nobody differentiates a gradient, which has a name.
         if is_written and follows and name_of(gathered.shard) == _UNNAMED:
