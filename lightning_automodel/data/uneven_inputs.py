@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_automodel.data.batches import (
     ERROR,
@@ -157,12 +156,14 @@ class UnevenInputs:
                 f"{type(unwrap_loader(loader)).__name__} starts again when it is resumed after its end: use torch's"
                 " DataLoader"
             )
-        if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
-            return "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
-        if any(
-            isinstance(submodule, Metric) and submodule.dist_sync_on_step for submodule in module.modules()
-        ):
-            return "a metric with dist_sync_on_step=True would gather padding batches: leave dist_sync_on_step out"
+        for submodule in module.modules():
+            if isinstance(submodule, nn.SyncBatchNorm):
+                return "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
+            if getattr(submodule, "dist_sync_on_step", False):
+                return (
+                    "a metric with dist_sync_on_step=True would gather padding batches: leave dist_sync_on_step"
+                    " out"
+                )
         return None
 
     # --- Training -----------------------------------------------------------------------------------------------------

@@ -67,17 +67,17 @@ def generators_of(module: nn.Module) -> dict[str, torch.Generator]:
 
 def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
     """Generators, and samplers with a state, of a loader and of the samplers and datasets below it, once each."""
-    owners = {id(loader): loader}
-    generators = {}
-    waiting = [loader]
-    while waiting:
-        for name, value in getattr(waiting.pop(0), "__dict__", {}).items():
+    owners = [loader]
+    generators: list[torch.Generator] = []
+    for owner in owners:  # which grows
+        for name, value in getattr(owner, "__dict__", {}).items():
+            found: list[Any] = owners
             if isinstance(value, torch.Generator):
-                generators[id(value)] = value
-            elif (name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)) and id(value) not in owners:
-                owners[id(value)] = value
-                waiting.append(value)
+                found = generators
+            elif not (name in _FOLLOWED_ATTRIBUTES or isinstance(value, Sampler)):
+                continue
+            if all(value is not other for other in found):
+                found.append(value)
     # Asked of the class: a sampler that records another has its attributes.
-    samplers = [owner for owner in owners.values() if isinstance(owner, Sampler)]
-    stateful = [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
-    return list(generators.values()), stateful
+    stateful = [s for s in owners if isinstance(s, Sampler) and hasattr(type(s), "load_state_dict")]
+    return generators, stateful

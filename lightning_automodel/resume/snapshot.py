@@ -25,7 +25,7 @@ def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
 def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for prefix, root in _roots(module):
-        held.update(root.named_buffers(prefix))
+        held.update(root.named_buffers(prefix, remove_duplicate=False))
     return {
         name: buffer.detach()
         for name, buffer in held.items()
@@ -124,40 +124,25 @@ def _restore_buffers(
         if path not in modules:
             unknown.append(name)
             continue
-        held = getattr(modules[path], attribute, None)
+        owner = modules[path]
+        held = getattr(owner, attribute, None)
         if isinstance(held, DTensor):
             continue  # sharded
-        if held is not None and value is not None and _fits(held, value):
-            held.detach().copy_(value)
+        if held is not None and value is not None and held.layout == value.layout:
+            are_floats = held.is_floating_point() and value.is_floating_point()
+            if held.shape == value.shape and (held.dtype == value.dtype or are_floats):
+                held.detach().copy_(value)  # in the precision of this run
+            else:
+                held.data = value.to(held.device)  # not another tensor: modules may share it, and DDP has it
             continue
         if value is not None:
-            value = value.to(device if held is None else held.device)
-        _replace_buffer(modules, modules[path], attribute, value)
-    return unknown
-
-
-def _replace_buffer(
-    modules: dict[str, nn.Module], owner: nn.Module, attribute: str, value: Tensor | None
-) -> None:
-    """Set a buffer of ``owner`` to another one, wherever modules hold it, which may share it."""
-    held = getattr(owner, attribute, None)
-    for module in modules.values():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer is held:
-                setattr(module, name, value)
-    if held is None and value is not None:
+            value = value.to(device)
         setattr(owner, attribute, value)
-        if attribute not in dict(owner.named_buffers(recurse=False)):
+        if value is not None and attribute not in dict(owner.named_buffers(recurse=False)):
             delattr(owner, attribute)
             # A persistent one would have come with the state dict.
             owner.register_buffer(attribute, value, persistent=False)
-
-
-def _fits(buffer: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` may be copied into ``buffer``: floating-point dtypes may differ, as precisions do."""
-    if buffer.shape != value.shape or buffer.layout != value.layout:
-        return False
-    return buffer.dtype == value.dtype or (buffer.is_floating_point() and value.is_floating_point())
+    return unknown
 
 
 def _are_equal(one: Tensor, other: Tensor | None) -> bool:
