@@ -16,7 +16,6 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 import hashlib
 import itertools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, Path, leaves, mapped
+from lightning_automodel.checkpoint.tree import PLAIN, Path, leaves, mapped, moved
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals.torch import without_wrappers
@@ -204,12 +203,9 @@ def load_state(
         for number, name in enumerate(named.names):
             parameter = named.parameters.get(name)
             if number in given and parameter is not None and parameter.dtype == saved_dtypes.get(name):
-                loaded = optimizer.state[parameter]
-                loaded.update(
-                    mapped(
-                        given[number], partial(_as_saved, {path: leaf for _, path, leaf in leaves(loaded)})
-                    )
-                )
+                # Torch has a rule of its own for steps.
+                saved = {key: value for key, value in given[number].items() if key != "step"}
+                optimizer.state[parameter].update(moved(saved, parameter.device))
 
     # After the hooks of the user's that change what is loaded, and before those that change what was.
     hooks = [
@@ -221,14 +217,3 @@ def load_state(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _as_saved(loaded: Mapping[Path, Any], path: Path, saved: Any) -> Any:
-    """The value that was ``saved`` for a leaf, on the device of the one that was ``loaded`` for it."""
-    value = loaded.get(path, saved)
-    if not isinstance(value, Tensor):
-        return saved
-    # Torch's optimizers have a rule of their own for their steps.
-    if not isinstance(saved, Tensor) or saved.dtype == value.dtype or path == ("step",):
-        return value
-    return saved.to(value.device)

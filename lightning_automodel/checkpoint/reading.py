@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
@@ -14,7 +13,7 @@ from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import check_model, load_file, save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
-from lightning_automodel.checkpoint.tree import mapped
+from lightning_automodel.checkpoint.tree import moved
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite
 
@@ -66,9 +65,7 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
     if isinstance(map_location, str | torch.device):
         # Lightning's own walk would lose the versions of modules that a state dict has.
-        checkpoint = mapped(
-            checkpoint, lambda _, leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf
-        )
+        return moved(checkpoint, map_location)
     return checkpoint
 
 

@@ -103,6 +103,11 @@ def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> An
     return type(tree)(values)
 
 
+def moved(tree: Any, device: str | torch.device) -> Any:
+    """A copy of ``tree`` with its tensors on ``device``."""
+    return mapped(tree, lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+
 def mapped_by_key(tree: Any, change: Callable[[str, Path, Any], Any]) -> Any:
     """A copy of ``tree`` with ``change(key, path, leaf)`` for each leaf.
 

@@ -23,25 +23,23 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
     calls them last. Within a window, which a resumed run would begin again, Lightning's own hooks are not called.
     """
     module = trainer.lightning_module
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    called_last: list[Any] = [
-        callback for callback in callbacks if isinstance(callback, (Checkpoint, Timer))
-    ]
-    # Those of instances may replace those of their classes.
     hook = module.on_train_batch_end
-    hooks_called_last: list[Any] = [callback.on_train_batch_end for callback in called_last]
+    called_last: list[Any] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (Checkpoint, Timer)):
+            # That of an instance may replace that of its class.
+            called_last.append(callback.on_train_batch_end)
+            patches.set(callback, "on_train_batch_end", lambda *_: None)
 
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
-        for save in hooks_called_last:
+        for save in called_last:
             # A user's own may count batches.
             if not (is_within_window() and defined_in(save, "lightning", "pytorch_lightning")):
                 save(trainer, module, *args)
 
     if called_last:
         patches.set(module, "on_train_batch_end", hook_then_saves)
-    for callback in called_last:
-        patches.set(callback, "on_train_batch_end", lambda *_: None)
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
