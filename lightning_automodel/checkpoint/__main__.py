@@ -88,11 +88,13 @@ def _inspect(parsed: argparse.Namespace) -> int:
         report: dict[str, Any] = {"path": path, "problem": None}
         try:
             tree = open_tree(paths.normalize(path), not parsed.trust, checks_shards=True)
-            report["lightning"] = tree.get("pytorch-lightning_version")
-            report["mesh"] = tree.get(CHECKPOINT_KEY, {}).get("sizes")  # None if another program wrote it
-            report["epoch"] = tree.get("epoch")
-            report["global_step"] = tree.get("global_step")
-            report["rest"] = sorted(str(key) for key in tree if key not in STATES)
+            report |= {
+                "lightning": tree.get("pytorch-lightning_version"),
+                "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
+                "epoch": tree.get("epoch"),
+                "global_step": tree.get("global_step"),
+                "rest": sorted(str(key) for key in tree if key not in STATES),
+            }
         except Exception as error:  # see main
             report["problem"] = describe(error)
             status = 1

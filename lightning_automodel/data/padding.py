@@ -41,13 +41,15 @@ class ModuleState:
 
 def _metrics(module: nn.Module) -> set[Metric]:
     """All TorchMetrics of ``module``, also those that are no submodules: in a dict or a list of its own."""
-    found = {submodule for submodule in module.modules() if isinstance(submodule, Metric)}
+    found: set[Metric] = set()
     for owner in module.modules():
         for attribute in vars(owner).values():
-            if isinstance(attribute, Mapping | list | tuple):
-                values = attribute.values() if isinstance(attribute, Mapping) else attribute
-                held = [value for value in values if isinstance(value, nn.Module)]
-                found.update(part for value in held for part in value.modules() if isinstance(part, Metric))
+            if isinstance(attribute, Mapping):  # submodules lie in one, too
+                attribute = attribute.values()
+            elif not isinstance(attribute, list | tuple):
+                continue
+            held = [value for value in attribute if isinstance(value, nn.Module)]
+            found.update(part for value in held for part in value.modules() if isinstance(part, Metric))
     return found
 
 

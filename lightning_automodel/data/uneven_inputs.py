@@ -38,7 +38,6 @@ from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
 
-_UNKNOWN = -1
 _TRAIN = "train"
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -122,12 +121,10 @@ class UnevenInputs:
 
     def _compared(self, loader: Any, pads: bool) -> Any:
         """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches."""
-        length = sized_len(loader)
-        sent = PendingGather(self._group, _UNKNOWN if length is None else length, may_end_early(loader))
-        told = sent.received().long()
-        lengths = told[:, 0].tolist()
-        is_known = _UNKNOWN not in lengths
-        keep_length = is_known and not told[:, 1].any()
+        told = gather_objects((sized_len(loader), may_end_early(loader)), self._group)
+        lengths: list[Any] = [length for length, _ in told]
+        is_known = None not in lengths
+        keep_length = is_known and not any(ends_early for _, ends_early in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
             return loader
         if not self.is_training:
@@ -287,7 +284,7 @@ class UnevenInputs:
 
     def end_evaluation(self) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective."""
-        found = PendingGather(self._group, self._num_evaluated).received()[:, 0].long().tolist()
+        found = gather_objects(self._num_evaluated, self._group)
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
 from lightning_automodel.sharding import weight_averaging
@@ -263,13 +262,10 @@ class Resume:
         if state is None:
             return
         own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
-        # Checkpoints of earlier releases have none.
+        # Checkpoints of earlier releases have none, and a hook may have left some out of the state dict.
         extra_states = own.get("extra_states", {})
-        model_state = checkpoint["state_dict"]
-        for name in list(model_state):
-            plain = torch_internals.without_wrappers(name)
-            if plain in extra_states:
-                model_state[name] = extra_states[plain]
+        for name in extra_states.keys() & checkpoint["state_dict"].keys():
+            checkpoint["state_dict"][name] = extra_states[name]
         self._loaded = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {
