@@ -4,8 +4,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_automodel.data.batches import unwrap_loader
-
 _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
 
 
@@ -16,7 +14,6 @@ def may_end_early(loader: Any) -> bool:
     torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
     estimates how many.
     """
-    loader = unwrap_loader(loader)
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return True
     batch_sampler = getattr(loader, "batch_sampler", None)

@@ -149,10 +149,7 @@ class UnevenInputs:
         if lightning_internals.draws_its_batches(module.training_step):
             return "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         if is_stateful(loader):
-            return (
-                f"{type(unwrap_loader(loader)).__name__} starts again when it is resumed after its end: use torch's"
-                " DataLoader"
-            )
+            return f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
         for submodule in module.modules():
             if isinstance(submodule, nn.SyncBatchNorm):
                 return "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"

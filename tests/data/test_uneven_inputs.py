@@ -150,9 +150,9 @@ def _count_gathers(is_stream: bool) -> int:
 
 
 def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None:
-    """One exchange as the loader is made; of a stream, one more for each draw, of which the last finds the end."""
-    assert pool2.run(_count_gathers, False) == [1, 1]
-    assert pool2.run(_count_gathers, True) == [5, 5]
+    """Lengths are exchanged as objects, once; of a stream, each draw is, of which the last finds the end."""
+    assert pool2.run(_count_gathers, False) == [0, 0]
+    assert pool2.run(_count_gathers, True) == [4, 4]
 
 
 class GathersAtTheEnd(Numbers):

@@ -30,11 +30,15 @@ class Cache(nn.Module):
         self.register_buffer("dropped", torch.ones(2), persistent=False)
         self.register_buffer("counts", None, persistent=False)
         self.late = None
+        self.register_buffer("shared", torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.other = nn.Module()
+        self.other.register_buffer("shared", self.shared, persistent=False)
 
     def forward(self, value: Tensor) -> Tensor:
         if self.training:
             seen = value.detach().view(1)
             self.grown = torch.cat([self.grown, seen])
+            self.shared.data = torch.cat([self.shared, seen])
             self.statistics = seen if self.statistics is None else 0.9 * self.statistics + 0.1 * seen
             if self.with_sparse:
                 counted = torch.eye(2).to_sparse()
@@ -47,6 +51,7 @@ class Cache(nn.Module):
         held = (
             self.grown.mean()
             + self.late.sum()
+            + self.other.shared.sum()
             + self.statistics.sum()
             + (0 if self.counts is None else self.counts.to_dense().sum())
         )
