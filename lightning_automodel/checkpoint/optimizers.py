@@ -203,17 +203,14 @@ def load_state(
         for number, name in enumerate(named.names):
             parameter = named.parameters.get(name)
             if number in given and parameter is not None and parameter.dtype == saved_dtypes.get(name):
-                # Torch has a rule of its own for steps.
-                saved = {key: value for key, value in given[number].items() if key != "step"}
-                optimizer.state[parameter].update(moved(saved, parameter.device))
+                saved = moved(given[number], parameter.device)
+                if isinstance(saved.get("step"), Tensor):
+                    del saved["step"]  # for which torch has a rule of its own
+                optimizer.state[parameter].update(saved)
 
     # After the hooks of the user's that change what is loaded, and before those that change what was.
-    hooks = [
+    with (
         optimizer.register_load_state_dict_pre_hook(take),
         optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
-    ]
-    try:
+    ):
         optimizer.load_state_dict(numbered)
-    finally:
-        for hook in hooks:
-            hook.remove()
