@@ -43,7 +43,7 @@ class BatchHandle:
     """What is known of one batch that this rank has drawn."""
 
     is_filler: bool  # a padding batch: this rank has no other
-    count: float | None = None  # label tokens, if they are counted ahead; a batch that is None has none
+    count: float | None = None  # label tokens, if counted ahead; not of batches that are None
     sent: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
 
     def ranks_without(self) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
 from lightning_automodel.sharding import weight_averaging
@@ -262,10 +263,13 @@ class Resume:
         if state is None:
             return
         own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
-        # Checkpoints of earlier releases have none, and a hook may have left some out of the state dict.
+        # Checkpoints of earlier releases have none.
         extra_states = own.get("extra_states", {})
-        for name in extra_states.keys() & checkpoint["state_dict"].keys():
-            checkpoint["state_dict"][name] = extra_states[name]
+        model_state = checkpoint["state_dict"]
+        for name in list(model_state):
+            plain = torch_internals.without_wrappers(name)  # an average's entries may have wrappers
+            if plain in extra_states:
+                model_state[name] = extra_states[plain]
         self._loaded = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {
