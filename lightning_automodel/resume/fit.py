@@ -22,7 +22,7 @@ from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops,
 from lightning_automodel.sharding import weight_averaging
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 5
+FORMAT = 6
 
 REPEATS = (
     "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins again:"
@@ -85,7 +85,7 @@ class Resume:
         self._flags_before_validation: dict[str, Any] = {}
         evaluate = self._module.on_validation_model_eval
         patches.set(self._module, "on_validation_model_eval", lambda: self._before_validation(evaluate))
-        self._first_buffers: dict[str, Tensor] = {}
+        self._first_buffers: snapshot.Buffers = {}
         self._batches = 0  # of all epochs that were used when an optimizer last stepped
         self._logged = 0  # batches that stepped, as loggers count them, at that time
         self._optimizes = False
@@ -263,8 +263,7 @@ class Resume:
         if state is None:
             return
         own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
-        # Checkpoints of earlier releases have none.
-        extra_states = own.get("extra_states", {})
+        extra_states = own["extra_states"]
         model_state = checkpoint["state_dict"]
         for name in list(model_state):
             plain = torch_internals.without_wrappers(name)  # an average's entries may have wrappers
@@ -299,7 +298,7 @@ class Resume:
         loops.finish_restart(self._trainer, at.stage, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
             rng.set_global_states(loaded["random"], self._device)
-            saved = loaded.get("generators", {})
+            saved = loaded["generators"]
             for name, generator in rng.generators_of(self._module).items():
                 if name in saved:
                     generator.set_state(saved[name])

@@ -3,6 +3,7 @@
 Nothing here synchronises or communicates.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,21 +17,22 @@ from torchmetrics import Metric
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.sharding import weight_averaging
 
+Buffers = dict[tuple[str, ...], Tensor | None]
+"""Each buffer by its names, which are several if modules share it; None for what has no value any more."""
 
-def buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
+
+def buffers(module: "pl.LightningModule") -> Buffers:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
-    return {name: buffer.clone() for name, buffer in _plain_buffers(module).items()}
+    return {names: buffer.detach().clone() for names, buffer in _plain_buffers(module).items()}
 
 
-def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
-    held: dict[str, Tensor] = {}
+def _plain_buffers(module: "pl.LightningModule") -> dict[tuple[str, ...], Tensor]:
+    held: dict[Tensor, list[str]] = {}
     for prefix, root in _roots(module):
-        held.update(root.named_buffers(prefix, remove_duplicate=False))
-    return {
-        name: buffer.detach()
-        for name, buffer in held.items()
-        if not isinstance(buffer, DTensor) and not buffer.is_meta
-    }
+        for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
+            if not isinstance(buffer, DTensor) and not buffer.is_meta:
+                held.setdefault(buffer, []).append(name)
+    return {tuple(names): buffer for buffer, names in held.items()}
 
 
 def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
@@ -46,27 +48,27 @@ def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
     }
 
 
-def unsaved_buffers(
-    module: "pl.LightningModule", first: dict[str, Tensor], holds_averages: bool
-) -> dict[str, Tensor | None]:
+def unsaved_buffers(module: "pl.LightningModule", first: Buffers, holds_averages: bool) -> Buffers:
     """The buffers that a state dict may lack for this rank: those that differ from the ``first`` ones.
 
-    None for those that have no value any more. If the module ``holds_averages``, as within a validation, the
+    They differ also if other modules share them. If the module ``holds_averages``, as within a validation, the
     first average has the module's own buffers.
     """
     now = _plain_buffers(module)
     if holds_averages:
-        for name in [name for name in now if f"average0.module.{name}" in now]:
-            average = now[f"average0.module.{name}"]
-            now[f"average0.module.{name}"] = now[name]
-            now[name] = average
+        for names in list(now):
+            of_average = tuple(f"average0.module.{name}" for name in names)
+            if of_average in now:
+                now[names], now[of_average] = now[of_average], now[names]
     modules = _modules(module)
-    changed: dict[str, Tensor | None] = {}
-    for name in first.keys() - now.keys():
+    changed: Buffers = {}
+    for name in itertools.chain(*first):
         path, _, attribute = name.rpartition(".")
         if path in modules and getattr(modules[path], attribute, now) is None:
-            changed[name] = None
-    return changed | {name: value for name, value in now.items() if not _are_equal(value, first.get(name))}
+            changed[(name,)] = None
+    return changed | {
+        names: value for names, value in now.items() if not _are_equal(value, first.get(names))
+    }
 
 
 def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[str, Any]]:
@@ -114,35 +116,36 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     return unknown
 
 
-def _restore_buffers(
-    module: "pl.LightningModule", saved: dict[str, Tensor | None], device: torch.device
-) -> list[str]:
+def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch.device) -> list[str]:
     modules = _modules(module)
+    present = _plain_buffers(module)
     unknown: list[str] = []
-    for name, value in saved.items():
-        path, _, attribute = name.rpartition(".")
-        if path not in modules:
-            unknown.append(name)
-            continue
-        owner = modules[path]
-        held = getattr(owner, attribute, None)
-        if isinstance(held, DTensor):
-            continue  # sharded
-        if held is not None and value is not None and held.layout == value.layout:
-            are_floats = held.is_floating_point() and value.is_floating_point()
-            if held.shape == value.shape and (held.dtype == value.dtype or are_floats):
-                held.detach().copy_(value)  # in the precision of this run
-            else:
-                held.data = value.to(held.device)  # not another tensor: modules may share it, and DDP has it
-            continue
+    for names, value in saved.items():
+        held = present.get(names)
         if value is not None:
+            if held is not None and held.layout == value.layout:
+                are_floats = held.is_floating_point() and value.is_floating_point()
+                if held.shape == value.shape and (held.dtype == value.dtype or are_floats):
+                    held.detach().copy_(value)  # in the precision of this run
+                else:
+                    held.data = value.to(held.device)  # not another tensor: attributes may share it
+                continue
             value = value.to(device)
-        setattr(owner, attribute, value)
-        if value is not None and attribute not in dict(owner.named_buffers(recurse=False)):
-            delattr(owner, attribute)
-            # A persistent one would have come with the state dict.
-            owner.register_buffer(attribute, value, persistent=False)
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            if path not in modules:
+                unknown.append(name)
+            elif not isinstance(getattr(modules[path], attribute, None), DTensor):  # which is sharded
+                _set_buffer(modules[path], attribute, value)
     return unknown
+
+
+def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
+    setattr(owner, name, value)
+    if value is not None and name not in dict(owner.named_buffers(recurse=False, remove_duplicate=False)):
+        delattr(owner, name)
+        # A persistent one would have come with the state dict.
+        owner.register_buffer(name, value, persistent=False)
 
 
 def _are_equal(one: Tensor, other: Tensor | None) -> bool:

@@ -177,10 +177,9 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
     assert list(state) == ["format", "sizes", "ranks"]
     # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError.
-    # Resuming does without "extra_states", which format 4 did not have from the start.
     parts = "batches buffers epochs extra_states flags generators is_epoch_ending loaders logged metrics own"
     parts += " random seen stage"
-    assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (5, parts)
+    assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (6, parts)
     assert sorted(state["ranks"][0]["own"]) == ["last_step", "range_scale"]
     assert [(rank["stage"], rank["batches"]) for rank in state["ranks"]] == [("step", 6)]
     assert found == []

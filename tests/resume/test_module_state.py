@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import FORMS, AdamModule, fit
+from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit
 from tests.rank_pool import RankError, RankPool
 from tests.resume.resuming import Learner, Setting, compare
+from tests.trainer.exactness import TOLERANCE, full_weights
+from tests.trainer.runs import CASE
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {"data_parallel": "fsdp2"}, "ddp": {"data_parallel": "ddp"}}
 TRAINER = {"precision": "64-true", "accumulate_grad_batches": 3}
@@ -30,15 +32,11 @@ class Cache(nn.Module):
         self.register_buffer("dropped", torch.ones(2), persistent=False)
         self.register_buffer("counts", None, persistent=False)
         self.late = None
-        self.register_buffer("shared", torch.zeros(0, dtype=torch.float64), persistent=False)
-        self.other = nn.Module()
-        self.other.register_buffer("shared", self.shared, persistent=False)
 
     def forward(self, value: Tensor) -> Tensor:
         if self.training:
             seen = value.detach().view(1)
             self.grown = torch.cat([self.grown, seen])
-            self.shared.data = torch.cat([self.shared, seen])
             self.statistics = seen if self.statistics is None else 0.9 * self.statistics + 0.1 * seen
             if self.with_sparse:
                 counted = torch.eye(2).to_sparse()
@@ -51,7 +49,6 @@ class Cache(nn.Module):
         held = (
             self.grown.mean()
             + self.late.sum()
-            + self.other.shared.sum()
             + self.statistics.sum()
             + (0 if self.counts is None else self.counts.to_dense().sum())
         )
@@ -77,6 +74,73 @@ def test_buffers_that_grew(pool2: RankPool, engine: str, tmp_path: Path) -> None
     setting = Setting(ENGINES[engine], {**TRAINER, "limit_val_batches": 0}, learner, module=WithCache)
     for differing in pool2.run(compare, setting, tmp_path, ("on_train_batch_end", 3), timeout_s=120):
         assert differing == []
+
+
+def _new_value(kind: str) -> Tensor:
+    """What two modules share from their first step on."""
+    if kind == "sparse":
+        return torch.ones(1, 1, dtype=torch.float64).to_sparse()
+    if kind == "strides":
+        return torch.ones(2, 3, dtype=torch.float64).T
+    return torch.ones(2, dtype=torch.float32 if kind == "dtype" else torch.float64)
+
+
+class Sharing(AdamModule):
+    """One module writes a buffer, and the other reads it, which is one tensor or, of kind "apart", no longer."""
+
+    def __init__(self, kind: str, seed: int = CASE.seed) -> None:
+        super().__init__(seed)
+        self.kind = kind
+        self.writer = nn.Module()
+        self.reader = nn.Module()
+        first = None if kind == "none" else torch.zeros(1, dtype=torch.float64)
+        second = torch.zeros(1, dtype=torch.float64) if kind == "joined" else first
+        self.writer.register_buffer("kept", first, persistent=False)
+        self.reader.register_buffer("kept", second, persistent=False)
+        self.has_begun = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.has_begun = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.has_begun:
+            self.has_begun = True
+            if self.kind == "apart":
+                self.reader.kept = self.reader.kept.clone()
+            elif self.kind == "joined":
+                self.reader.kept = self.writer.kept
+            elif self.kind != "grown":
+                self.writer.kept = self.reader.kept = _new_value(self.kind)
+        if self.kind == "grown":
+            self.writer.kept.data = torch.cat([self.writer.kept, self.writer.kept.new_ones(1)])
+        elif self.kind == "sparse":
+            self.writer.kept.add_(_new_value(self.kind))
+        else:
+            self.writer.kept += 1
+        return super().training_step(batch, batch_idx) * (1 + self.reader.kept.sum().to_dense() / 10)
+
+
+def _stop_and_resume(options: dict[str, Any], kind: str, path: str) -> dict[str, Tensor]:
+    fit(options, Sharing(kind))[0].save_checkpoint(path)
+    module = Sharing(kind, CASE.seed + 2)
+    fit(options, module, ckpt_path=path, max_epochs=2)
+    return full_weights(module.model)
+
+
+def _never_stop(kind: str) -> dict[str, Tensor]:
+    return full_weights(fit({}, Sharing(kind), max_epochs=2)[1].model)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["grown", "none", "dtype", "strides", "sparse", "apart", "joined"])
+def test_shared_buffers(pool2: RankPool, pool1: RankPool, kind: str, engine: str, tmp_path: Path) -> None:
+    """Modules share after a resume what they shared when it was saved, whatever they share at set-up, and no more."""
+    if (kind, engine) == ("sparse", "ddp"):
+        pytest.skip("DDP does not broadcast sparse buffers")
+    expected = pool1.run(_never_stop, kind)[0]
+    for weights in pool2.run(_stop_and_resume, ENGINES[engine], kind, str(tmp_path / "a.ckpt")):
+        assert deviation(weights, expected) < TOLERANCE
 
 
 class Replay(nn.Module):

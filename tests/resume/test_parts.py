@@ -115,7 +115,7 @@ def test_another_format_is_refused() -> None:
         _has_started=False, _can_resume=True, _trainer=SimpleNamespace(callbacks=[])
     )
     with pytest.raises(
-        ValueError, match="has format 1, and this version of lightning_automodel knows format 5"
+        ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
     ):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
 
