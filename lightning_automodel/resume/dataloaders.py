@@ -27,6 +27,7 @@ from lightning_automodel.resume.recording import RecordingSampler
 STATE = "state"  # that of its own state_dict(), each rank by its own
 INDICES = "indices"  # those of its sampler, drawn again and skipped
 NOTHING = "no position"  # it is refused
+_NO_POSITION = (NOTHING, None, None)
 
 
 class TrainingLoaders:
@@ -35,10 +36,9 @@ class TrainingLoaders:
     ================  ==========================================================================
     of each loader    a position in a checkpoint holds
     ================  ==========================================================================
-    all               what it resumes by, and the states of its generators and samplers
+    all               what it goes on by, and the states of its generators and samplers
     of ``STATE``      its state
-    of ``INDICES``    the random states before its first index, how many batches it has yielded,
-                      its length and batch size
+    of ``INDICES``    the random states before its first index
     ================  ==========================================================================
     """
 
@@ -83,32 +83,25 @@ class TrainingLoaders:
 
     def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
         loader = unwrap_loader(tracked)
-        generators, samplers = rng.own_states(loader)
-        kind, length, batch_size = _identity(loader)
-        found: dict[str, Any] = {
-            "kind": kind,
-            "length": length,
-            "batch_size": batch_size,
-            "generators": generators,
-            "samplers": samplers,
-        }
+        found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
         if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
-        # Between epochs a loader is at the end of one, and starts over.
-        if at.is_iterated and kind == STATE:
-            validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
-            if tracked.is_peeked or any(other is loader for other in validated):
-                found["kind"] = NOTHING  # the state is that of the other iteration
-            else:
-                found["state"] = tracked.state_before(at.batches)
-        if at.is_iterated and (recorder := _recorder(loader)) is not None:
+        if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
+            return found
+        recorder = _recorder(loader)
+        if recorder is not None:
             begun = at.batches
             if recorder.iteration is not None:
-                begun = recorder.iteration[1]
                 found["iteration"] = recorder.iteration
-                found["yielded"] = at.batches
+                begun = recorder.iteration[1]
             if begun > 0:  # a shorter loader of a CombinedLoader has started over
-                found["kind"] = NOTHING
+                found["by"] = _NO_POSITION
+        elif found["by"][0] == STATE:
+            validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
+            if tracked.is_peeked or any(other is loader for other in validated):
+                found["by"] = _NO_POSITION  # the state is that of the other iteration
+            else:
+                found["state"] = tracked.state_before(at.batches)
         return found
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
@@ -126,21 +119,19 @@ class TrainingLoaders:
             # it is set when indices are drawn, perhaps not in this epoch.
             has_drawn = is_stateful(loader) or getattr(loader, "num_workers", 0) > 0
             samplers = [] if at.is_iterated and has_drawn else position["samplers"]
-            rng.set_own_states(loader, position["generators"], samplers)
+            rng.set_own_states(loader, {**position, "samplers": samplers})
 
     @staticmethod
     def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
         now = [_identity(loader) for loader in loaders]
-        then = [
-            (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
-        ]
+        then = [position["by"] for position in positions]
         # A length of None is that of another world size.
         known = [
             (kind, own[1] if length is None else length, size)
             for own, (kind, length, size) in zip(now, then, strict=False)
         ]
-        if len(now) != len(then) or now != known or NOTHING in (kind for kind, *_ in now):
+        if len(now) != len(then) or now != known or _NO_POSITION in now:
             raise ValueError(
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"
@@ -174,7 +165,7 @@ def _identity(loader: Any) -> tuple[str, int | None, int | None]:
     # Lightning's wrapper is around a sampler whose order is no part of the loader's state.
     if is_stateful(loader) and not isinstance(innermost_sampler(loader), DistributedSamplerWrapper):
         return STATE, None, None
-    return NOTHING, None, None
+    return _NO_POSITION
 
 
 def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
@@ -188,10 +179,11 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(at.epochs)
-    if is_stateful(loader) and position.get("state") is not None:
+    if "state" in position and is_stateful(loader):
         loader.load_state_dict(position["state"])
-    if (recorder := _recorder(loader)) is not None and "iteration" in position:
-        recorder.repeat(position["iteration"], position["yielded"])
+    if "iteration" in position and (recorder := _recorder(loader)) is not None:
+        recorder.iteration = position["iteration"]
+        recorder.skipped = at.batches
 
 
 def _recorder(loader: Any) -> RecordingSampler | None:

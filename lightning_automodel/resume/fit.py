@@ -180,7 +180,7 @@ class Resume:
             if at.epochs > 0 and self.loaders.begin_anew:
                 self._say(BEGINS_ANEW)
             return
-        if any(loader["kind"] == dataloaders.NOTHING for loader in own["loaders"]):
+        if any(loader["by"][0] == dataloaders.NOTHING for loader in own["loaders"]):
             self._say(WITHOUT_POSITION)
         if self.is_within_window or (at.stage == loops.STEP and self._trainer.validating):
             self._say(REPEATS)
@@ -213,7 +213,7 @@ class Resume:
             if at.stage != loops.EPOCH and loops.is_last_batch(trainer):
                 seen |= lightning_internals.epoch_metrics(trainer)
         own = {
-            **vars(at),
+            "at": vars(at),
             "logged": logged,
             "random": rng.global_states(self._device),
             "generators": {name: each.get_state() for name, each in rng.generators_of(self._module).items()},
@@ -283,7 +283,7 @@ class Resume:
         )
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
-        at = loops.saved_position(loaded)
+        at = loops.Position(**loaded["at"])
         self._logged = loaded["logged"]
         self.loaders.start(loaded["loaders"], at)
         unknown = snapshot.restore(self._module, loaded, self._device)
@@ -308,5 +308,5 @@ def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
     if "loops" in checkpoint:
         progress = checkpoint["loops"]["fit_loop"]
-        counters = loops.counters_at(progress, loops.saved_position(own), own["logged"])
+        counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}

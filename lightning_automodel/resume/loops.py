@@ -20,13 +20,6 @@ STEP = "step"  # a batch was just trained on, and a validation may be due
 VALIDATION = "validation"  # the validation after a batch is over
 
 
-_TRACKERS = (
-    "epoch_loop.automatic_optimization.optim_progress",
-    "epoch_loop.manual_optimization.optim_step_progress",
-    "epoch_loop.scheduler_progress",
-)
-
-
 @dataclass(frozen=True)
 class Position:
     """Position of a fit."""
@@ -41,11 +34,6 @@ class Position:
     def is_iterated(self) -> bool:
         """Whether the loaders' iterators of the epoch exist: Lightning makes the first ones in set-up."""
         return self.stage != EPOCH or self.epochs == 0
-
-
-def saved_position(state: dict[str, Any]) -> Position:
-    """The position of the fit in one rank's ``state`` of a checkpoint."""
-    return Position(state["stage"], state["batches"], state["epochs"], state["is_epoch_ending"])
 
 
 def position(trainer: "pl.Trainer", has_stopped_before_validation: bool = False) -> Position:
@@ -78,40 +66,36 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
     """A ``saved`` state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
+    counters = {
+        name: _all_completed(state) if name.endswith("progress") else dict(state)
+        for name, state in saved.items()
+    }
     started = at.epochs + (at.stage != EPOCH)
     epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
+    counters["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
     batches = saved["epoch_loop.batch_progress"]
-    steps = saved["epoch_loop.state_dict"]
-    validated = saved["epoch_loop.val_loop.batch_progress"]
     before = batches["total"]["processed"] - batches["current"]["processed"]
-    validations = dict.fromkeys(validated["total"], validated["total"]["completed"])
+    counters["epoch_loop.batch_progress"] = {
+        **batches,
+        "total": dict.fromkeys(batches["total"], before + at.batches),
+        "current": dict.fromkeys(batches["current"], at.batches),
+        "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
+    }
+    validated = counters["epoch_loop.val_loop.batch_progress"]
+    validated["current"] = dict.fromkeys(validated["current"], 0)
+    validated["is_last_batch"] = False
     if at.stage == STEP:
         logged -= 1  # the step is counted when the batch is finished
-    counters = {
-        "epoch_progress": {"total": epochs, "current": dict(epochs)},
-        "epoch_loop.batch_progress": {
-            **batches,
-            "total": dict.fromkeys(batches["total"], before + at.batches),
-            "current": dict.fromkeys(batches["current"], at.batches),
-            "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
-        },
-        "epoch_loop.val_loop.batch_progress": {
-            "total": validations,
-            "current": dict.fromkeys(validated["current"], 0),
-            "is_last_batch": False,
-        },
-        "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: logged},
-        # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
-        "state_dict": {
-            name: value for name, value in saved["state_dict"].items() if name != "combined_loader"
-        },
-    }
-    counters |= {name: _all_completed(saved[name]) for name in _TRACKERS}
-    return {**saved, **counters}
+    counters["epoch_loop.state_dict"][lightning_internals.STEPS] = logged
+    # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
+    counters["state_dict"].pop("combined_loader", None)
+    return counters
 
 
-def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
-    """``progress`` with every counter at the number of completed events."""
+def _all_completed(progress: Any) -> Any:
+    """A copy of ``progress`` with every counter at the number of completed events."""
+    if not isinstance(progress, dict):
+        return progress
     if "completed" in progress:
         return dict.fromkeys(progress, progress["completed"])
     return {name: _all_completed(value) for name, value in progress.items()}

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
-OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its samplers with `state_dict`
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
@@ -39,19 +38,21 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states["device"])
 
 
-def own_states(loader: Any) -> OwnStates:
+def own_states(loader: Any) -> dict[str, list[Any]]:
     """States of the generators of torch and of the samplers that a loader holds."""
     generators, samplers = _sources(loader)
-    generator_states = [generator.get_state() for generator in generators]
-    return generator_states, [copy.deepcopy(sampler.state_dict()) for sampler in samplers]
+    return {
+        "generators": [generator.get_state() for generator in generators],
+        "samplers": [copy.deepcopy(sampler.state_dict()) for sampler in samplers],
+    }
 
 
-def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
+def set_own_states(loader: Any, states: dict[str, Any]) -> None:
     """Set what :func:`own_states` returned."""
-    own_generators, own_samplers = _sources(loader)
-    for generator, state in zip(own_generators, generators, strict=False):
+    generators, samplers = _sources(loader)
+    for generator, state in zip(generators, states["generators"], strict=False):
         generator.set_state(state)
-    for sampler, state in zip(own_samplers, samplers, strict=False):
+    for sampler, state in zip(samplers, states["samplers"], strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.resume import loops
-from lightning_automodel.resume.dataloaders import NOTHING
+from lightning_automodel.resume.dataloaders import NOTHING, STATE
 
 
 def choose(
@@ -44,17 +44,17 @@ def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     used again.
     """
     first = saved["ranks"][0]
-    before = saved["sizes"]["data_parallel"]
     loaders = []
     for loader in first["loaders"]:
-        carried = {**loader, "generators": [], "samplers": [], "length": None}
-        if carried.pop("state", None) is not None:
-            carried["kind"] = NOTHING  # refused within an epoch
+        kind, _, batch_size = loader["by"]
+        if kind == STATE:
+            kind = NOTHING  # refused within an epoch
+        carried = {**loader, "by": (kind, None, batch_size), "generators": [], "samplers": []}
+        carried.pop("state", None)
         if "iteration" in carried:
-            carried |= {"iteration": (None, 0), "yielded": carried["yielded"] * before // data_parallel}
+            carried["iteration"] = (None, 0)
         loaders.append(carried)
-    batches = first["batches"]
-    if first["stage"] != loops.EPOCH:
-        batches = batches * before // data_parallel
-    without: dict[str, Any] = {"random": None, "buffers": {}, "metrics": {}}
-    return {**first, **without, "loaders": loaders, "batches": batches}
+    at = dict(first["at"])
+    if at["stage"] != loops.EPOCH:
+        at["batches"] = at["batches"] * saved["sizes"]["data_parallel"] // data_parallel
+    return {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders, "at": at}

@@ -177,11 +177,10 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
     assert list(state) == ["format", "sizes", "ranks"]
     # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError.
-    parts = "batches buffers epochs extra_states flags generators is_epoch_ending loaders logged metrics own"
-    parts += " random seen stage"
+    parts = "at buffers extra_states flags generators loaders logged metrics own random seen"
     assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (6, parts)
     assert sorted(state["ranks"][0]["own"]) == ["last_step", "range_scale"]
-    assert [(rank["stage"], rank["batches"]) for rank in state["ranks"]] == [("step", 6)]
+    assert [(rank["at"]["stage"], rank["at"]["batches"]) for rank in state["ranks"]] == [("step", 6)]
     assert found == []
     assert has_last
 

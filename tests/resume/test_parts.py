@@ -51,11 +51,11 @@ def test_generators_come_back() -> None:
     generator = torch.Generator()
     loader = DataLoader(range(3), sampler=sampler, generator=generator)
     generators = [generator, sampler.first, sampler.second, sampler.inner.generator]
-    noted, _ = rng.own_states(loader)
-    assert len(noted) == 4
+    noted = rng.own_states(loader)
+    assert len(noted["generators"]) == 4
     drawn = [torch.rand((), generator=each).item() for each in generators]
     assert [torch.rand((), generator=each).item() for each in generators] != drawn
-    rng.set_own_states(loader, through_a_file(noted), [])
+    rng.set_own_states(loader, through_a_file(noted))
     assert [torch.rand((), generator=each).item() for each in generators] == drawn
 
 
@@ -63,19 +63,18 @@ def test_generators_come_back() -> None:
 def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> None:
     """Three batches of `then` ranks, of which a step was just taken, in the second epoch."""
     saved = {
-        "stage": loops.STEP,
-        "batches": 3,
+        "at": {"stage": loops.STEP, "batches": 3},
         "own": {"last_step": None},
         "loaders": [
-            {"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5},
-            {"kind": "state", "state": {}},
+            {"by": ("indices", 7, 2), "iteration": ({}, 0), "seed": 5},
+            {"by": ("state", None, None), "state": {}},
         ],
     }
     plan = world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
-    assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
-    assert plan["loaders"][0]["seed"] == 5
-    assert "state" not in plan["loaders"][1]
-    assert plan["loaders"][1]["kind"] == "no position"
+    assert plan["at"]["batches"] == batches
+    indices = {"by": ("indices", None, 2), "iteration": (None, 0), "seed": 5}
+    without = {"generators": [], "samplers": []}
+    assert plan["loaders"] == [indices | without, {"by": ("no position", None, None), **without}]
 
 
 def test_counters_are_consistent() -> None:

@@ -126,7 +126,7 @@ def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
     """What is saved later resumes where the fit is, not where that checkpoint would."""
     _said(Rolls(tmp_path, {2, 5}))
     state = torch.load(tmp_path / "5.ckpt", weights_only=True)["lightning_automodel"]
-    assert state["ranks"][0]["batches"] == 6
+    assert state["ranks"][0]["at"]["batches"] == 6
 
 
 class SavesEarly(Saves):
