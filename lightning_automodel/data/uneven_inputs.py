@@ -26,11 +26,12 @@ from lightning_automodel.data.batches import (
     unwrap_loader,
     without_evaluation_data,
 )
-from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
 from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
+    keeps_its_length,
+    may_end_early,
     repeats,
     sharing_out,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_automodel.launch.results import load_trained_weights
+from lightning_automodel.launch.forks import load_trained_weights
 
 
 class Late(pl.LightningModule):
