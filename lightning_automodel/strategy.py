@@ -661,7 +661,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
-        self._saver.check()
+        self._saver.poll()
         watch = self._supervisor.watch
         return watch is not None and watch.begin_step(step, is_training)
 

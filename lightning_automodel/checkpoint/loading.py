@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import AS_SAVED, NamedOptimizer, load_state, state_here
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import check_model, load_file
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory, open_checkpoint
+from lightning_automodel.checkpoint.single_file import check_model
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     OPTIMIZERS,
@@ -68,12 +68,9 @@ class CheckpointLoader:
             if type(io) is not TorchCheckpointIO:
                 # A copy, since the plugin may keep the dict that it returned.
                 loaded = dict(io.load_checkpoint(place, weights_only=weights_only))
-            elif paths.is_directory(place):
-                self._shards = ShardDirectory(place, weights_only)
-                loaded = self._shards.tree
+                check_model(loaded)
             else:
-                loaded = load_file(place, weights_only)
-            check_model(loaded)
+                loaded, self._shards = open_checkpoint(place, weights_only)
             self._versions = module_versions(loaded[MODEL])
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
         if len(moments) > 1:

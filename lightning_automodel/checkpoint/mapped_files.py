@@ -12,10 +12,7 @@ def new_tensor(folder: str | Path, size: torch.Size, dtype: torch.dtype) -> Tens
     """A tensor mapped to a new file in ``folder``, which goes with the tensor."""
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
-    handle, name = tempfile.mkstemp(dir=folder)
-    if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
-        os.posix_fallocate(handle, 0, size.numel() * dtype.itemsize)
-    os.close(handle)
-    found = torch.from_file(name, shared=True, size=size.numel(), dtype=dtype).view(size)
-    Path(name).unlink()  # the mapping keeps the file alive
-    return found
+    with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping keeps it alive
+        if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
+            os.posix_fallocate(file.fileno(), 0, size.numel() * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)

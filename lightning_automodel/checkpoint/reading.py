@@ -10,8 +10,8 @@ import torch
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
 from lightning_automodel.checkpoint.mapped_files import new_tensor
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import check_model, load_file, save_file
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory, open_checkpoint
+from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
 from lightning_automodel.checkpoint.tree import moved
 from lightning_automodel.internals import lightning as lightning_internals
@@ -25,13 +25,9 @@ def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False)
     the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
     with on_this_rank(f"Cannot load {path}"):
-        if paths.is_directory(path):
-            shards = ShardDirectory(path, weights_only)
-            if checks_shards:
-                shards.check()
-            return shards.tree
-        tree: dict[str, Any] = load_file(path, weights_only)
-        check_model(tree)
+        tree, shards = open_checkpoint(path, weights_only)
+        if checks_shards and shards is not None:
+            shards.check()
         return tree
 
 
@@ -43,11 +39,11 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     drops everything but the shards. Optimizer states keep parameter names as ids; torch's optimizers match
     ids by order.
     """
-    if not paths.is_directory(path):
-        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
     with on_this_rank(f"Cannot load {path}"):
-        shards = ShardDirectory(path, weights_only)
+        _, shards = open_checkpoint(path, weights_only)
+    if shards is None:
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=paths.TEMPORARY) as folder:
         save_file(shards.read_all(shards.tree, partial(new_tensor, folder)), str(target))
 

@@ -53,7 +53,7 @@ class CheckpointSaver:
     state                  ``_pending``  links and removals run
     =====================  ============  =============================================
     no training goes on    None          at once (``_defers`` is False)
-    saved, training on     None          in the next ``check``, save or ``close``
+    saved, training on     None          in the next ``poll``, save or ``close``
     being written          a future      there too, once it is written
     =====================  ============  =============================================
 
@@ -81,7 +81,7 @@ class CheckpointSaver:
         # By id: tensors that Lightning has got. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._pending: Future[None] | None = None
-        self._pending_path = ""
+        self._background_path = ""
         self._defers = False
         self._deferred: list[Callable[[], None]] = []  # of rank 0
         # Whether the newest save was given up: nothing takes the place of older checkpoints, and of links to them.
@@ -106,7 +106,7 @@ class CheckpointSaver:
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background. Not a collective."""
         lightning_internals.patch_model_checkpoints(
-            patches, trainer, self._link, lambda path: paths.normalize(path) == self._pending_path
+            patches, trainer, self._link, lambda path: paths.normalize(path) == self._background_path
         )
 
     # --- States, for Lightning's checkpoint -------------------------------------------------------
@@ -126,6 +126,7 @@ class CheckpointSaver:
         return self._note(named.state_to_save(self._host_group(), for_one_file=not self.as_directory))
 
     def _note(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Note which tensors Lightning gets. Not a collective."""
         self._given.update((id(leaf), leaf) for *_, leaf in leaves(state) if isinstance(leaf, Tensor))
         return state
 
@@ -143,7 +144,7 @@ class CheckpointSaver:
         """Save ``checkpoint`` at rank 0's ``path``, where it appears in one step or not at all.
 
         If training ``goes_on``, links and removals wait for its next step, and the state may be copied and
-        written in the background: an error then rises in :meth:`check`, or in the next save.
+        written in the background: an error then rises in :meth:`poll`, or in the next save.
 
         Raises:
             CheckpointError: On every rank, if one cannot save; older checkpoints are unchanged.
@@ -175,13 +176,13 @@ class CheckpointSaver:
             write = prepare_file(checkpoint, target, _file_saver(io, storage_options), in_background)
         self._defers = goes_on
         if in_background:
-            self._pending_path = target
+            self._background_path = target
             group = self._host_group(in_background=True)
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._pending = thread.submit(_write_beside_training, module.device, write, group)
             thread.shutdown(wait=False)  # it ends with this save
             return
-        self._pending_path = ""
+        self._background_path = ""
         write(self._host_group())
         if not goes_on:
             self.finish()  # no later step runs the links and removals that wait for this save
@@ -281,6 +282,7 @@ class CheckpointSaver:
         self._defer(0, partial(paths.link, Path(path), Path(link)))
 
     def _defer(self, place: int, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0, now or once the newest save is on disk. Not a collective."""
         if self._keeps_older:
             return
         if group_rank() == 0:
@@ -288,13 +290,16 @@ class CheckpointSaver:
         if not self._defers:
             self.finish()
 
-    def check(self) -> None:
+    def poll(self) -> None:
         """Raise the error of a save in the background if it has failed by now. Not a collective."""
         if self._pending is None or self._pending.done():
             self.finish()
 
     def close(self, was_interrupted: bool) -> None:
-        """Wait until the last save is on disk. Raises its error, or logs it if the run ``was_interrupted``."""
+        """Wait until the last save is on disk. Raises its error, or logs it if the run ``was_interrupted``.
+
+        Not a collective of this thread: a save in the background is one, in its own.
+        """
         self._defers = False
         try:
             self.finish()
@@ -304,7 +309,10 @@ class CheckpointSaver:
             log.error("%s", error)
 
     def wait_for_pending_save(self) -> None:
-        """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks."""
+        """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks.
+
+        Not a collective of this thread, as :meth:`close`.
+        """
         if self._pending is not None:
             concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
 

@@ -339,6 +339,20 @@ class ShardDirectory(FileSystemReader):
         return done
 
 
+def open_checkpoint(path: str, weights_only: bool | None) -> tuple[dict[str, Any], ShardDirectory | None]:
+    """A checkpoint of either form, and its directory, from which entries are read. Not a collective.
+
+    A file is compared with its checksums. Raises an error if the checkpoint is damaged or missing, or if it
+    holds code and ``weights_only`` is not False.
+    """
+    if paths.is_directory(path):
+        shards = ShardDirectory(path, weights_only)
+        return shards.tree, shards
+    tree: dict[str, Any] = load_file(path, weights_only)
+    check_model(tree)
+    return tree, None
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
 

@@ -102,8 +102,11 @@ class Draws(Iterator[Any]):
         return False
 
     def begin(self, number: int) -> BatchHandle:
-        """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None."""
-        while self.number < number:
+        """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None.
+
+        A step that draws its batches begins each before it is drawn, and has the handle of an earlier one.
+        """
+        while self.number < number and self._handles:
             self.begun = self._handles.popleft()
             self.number += 1
         return self.begun

@@ -151,6 +151,12 @@ class UnevenInputs:
             return "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         if is_stateful(loader):
             return f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
+        parts = self._trainer.limit_train_batches, self._trainer.val_check_interval
+        if may_end_early(loader) and any(isinstance(part, float) and part < 1 for part in parts):
+            return (
+                "limit_train_batches or val_check_interval is a part of the batches, and a stream, or a sampler or"
+                " an __iter__ of yours, may end before its length: pass a number of batches"
+            )
         for submodule in module.modules():
             if isinstance(submodule, nn.SyncBatchNorm):
                 return "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
@@ -168,10 +174,7 @@ class UnevenInputs:
         loaders = CombinedLoader(self._loaders).flattened
         tracked = [loader for loader in loaders if isinstance(loader, TrackedLoader)]
         self._tracked = None
-        draws_its_batches = lightning_internals.draws_its_batches(
-            self._trainer.lightning_module.training_step
-        )
-        if len(loaders) == len(tracked) == 1 and not draws_its_batches:
+        if len(loaders) == len(tracked) == 1:
             self._tracked = tracked[0]
         elif self.ahead is not None or any(loader.uneven == PAD for loader in tracked):
             raise ValueError(

@@ -122,9 +122,8 @@ class TrainingLoaders:
     ================  ==========================================================================
     """
 
-    def __init__(self, trainer: "pl.Trainer", device: torch.device, window_start: Callable[[], int]) -> None:
+    def __init__(self, trainer: "pl.Trainer", window_start: Callable[[], int]) -> None:
         self._trainer = trainer
-        self._device = device
         self._window_start = window_start
         self._recorders: list[RecordingSampler] = []
 
@@ -139,7 +138,8 @@ class TrainingLoaders:
             processed.window_start = self._window_start
         elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
-            self._recorders.append(RecordingSampler(loader, self._device, lambda: self._begins_at()))
+            device = self._trainer.strategy.root_device
+            self._recorders.append(RecordingSampler(loader, device, lambda: self._begins_at()))
         return processed
 
     def _begins_at(self) -> int | None:

@@ -80,7 +80,7 @@ class Resume:
         self._holds_averages = weight_averaging.save_unswapped(self._module, patches)
         self._say = say
         self._patches = patches
-        self.loaders = dataloaders.TrainingLoaders(trainer, self._device, self._window_start)
+        self.loaders = dataloaders.TrainingLoaders(trainer, self._window_start)
         self._first_flags = snapshot.flags(self._module)
         self._flags_before_validation: dict[str, Any] = {}
         evaluate = self._module.on_validation_model_eval
@@ -89,11 +89,11 @@ class Resume:
         self._batches = 0  # of all epochs that were used when an optimizer last stepped
         self._logged = 0  # batches that stepped, as loggers count them, at that time
         self._optimizes = False
-        self._loaded: dict[str, Any] | None = None  # waits for the start of training
+        # What saves hold in place of the present: what waits for the start of training, or where the fit ended.
+        self._kept: dict[str, Any] | None = None
         self._has_started = False
         self._can_resume = True
         self._has_stopped_before_validation = False
-        self._final: dict[str, Any] | None = None  # where the fit ended
 
     def on_checkpoint_loaded(self) -> None:
         """The Trainer has loaded the checkpoint to resume from, if any: what is loaded later are weights."""
@@ -103,13 +103,14 @@ class Resume:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
         self._first_buffers = snapshot.buffers(self._module)
         self._has_started = True
+        loaded = self._kept
+        self._kept = None
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer)
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         self._optimizes = any(group["params"] for group in groups)
-        if self._loaded is not None:
-            self._go_on(self._loaded)
-            self._loaded = None
+        if loaded is not None:
+            self._go_on(loaded)
         checkpoint_callbacks.save_last(self._trainer, lambda: self.is_within_window, self._patches)
 
     @property
@@ -142,8 +143,8 @@ class Resume:
 
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
-        if self._has_started and self._final is None:
-            self._final = self._now()
+        if self._has_started and self._kept is None:
+            self._kept = self._now()
         self.loaders.close()
 
     def add_to(
@@ -159,13 +160,12 @@ class Resume:
         rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
         what this rank's modules keep besides tensors, where that is not the same on every rank.
         """
-        if self._loaded is not None:  # a hook saves before the run has started
-            own = self._loaded
-        else:
-            own = self._final or self._now()
+        own = {**(self._kept or self._now()), "extra_states": extra_states}
+        if (
+            self._has_started or self._kept is None
+        ):  # else a hook saves what was loaded, before the run has started
             self._remark(own)
             _set_counters(checkpoint, own)
-        own = {**own, "extra_states": extra_states}
         ranks = [own]
         if group is not None:
             ranks = gather_objects(own, group)
@@ -269,7 +269,7 @@ class Resume:
             plain = torch_internals.without_wrappers(name)  # an average's entries may have wrappers
             if plain in extra_states:
                 model_state[name] = extra_states[plain]
-        self._loaded = own
+        self._kept = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {
             name: True for name, flag in own["flags"].items() if flag and name.endswith(".requires_grad")

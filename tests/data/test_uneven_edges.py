@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
@@ -88,6 +88,9 @@ def test_batches_of_several_loaders_at_once(pool2: RankPool, streams: Any) -> No
 
 
 class DrawsItsBatches(LabelledModule):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        return self(next(dataloader_iter)[0])
+
     def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
         self(next(dataloader_iter)[0])
 
@@ -96,10 +99,19 @@ def _draw(counts: tuple[int, int]) -> None:
     make_trainer(strategy()).validate(DrawsItsBatches(), loader_of(counts), verbose=False)
 
 
+def _draw_to_train(counts: tuple[int, int]) -> int:
+    trainer = make_trainer(strategy(per_token_loss=False))
+    trainer.fit(DrawsItsBatches(), loader_of(counts, is_stream=True))
+    return trainer.global_step
+
+
 def test_a_step_that_draws_its_batches(pool2: RankPool) -> None:
     with pytest.raises(RankError, match=UNKNOWN):
         pool2.run(_draw, (5, 3))
     assert pool2.run(_draw, (3, 3)) == [None, None]
+    assert pool2.run(_draw_to_train, (3, 3)) == [3, 3]
+    with pytest.raises(RankError, match="The train data of rank 1 ends with batch 2"):
+        pool2.run(_draw_to_train, (4, 2))
 
 
 class LogsInHook(LabelledModule):
@@ -170,6 +182,46 @@ def test_a_loader_that_is_equal_after_one_that_was_not(pool2: RankPool, ahead: b
     """It is padded no more, and its length is known."""
     assert pool2.run(_reload, [(2, 4), (3, 3)], ahead) == [(2, 7, 3), (0, 7, 3)]
     assert pool2.run(_reload, [(3, 3), (2, 4)], ahead) == [(2, 7, 4), (0, 7, 4)]
+
+
+class InOrder(Sampler[int]):
+    """A sampler of the user's own, which could end before its length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def _train_on_a_part(options: dict[str, Any], is_own: bool) -> tuple[int, float]:
+    own = batches((6, 4))
+    loader = DataLoader(own, batch_size=None, sampler=InOrder(len(own)) if is_own else None)
+    trainer = make_trainer(strategy(uneven_inputs="pad"), **options)
+    trainer.fit(LabelledModule(), loader, loader_of((1, 1)))
+    return trainer.global_step, trainer.val_check_batch
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "number"),
+    [
+        ({"limit_train_batches": 0.5}, (3, 3), {"limit_train_batches": 3}),
+        ({"val_check_interval": 0.34}, (6, 2), {"val_check_interval": 2}),
+    ],
+)
+def test_a_part_of_the_batches(
+    pool2: RankPool, options: dict[str, Any], part: tuple[int, int], number: dict[str, Any]
+) -> None:
+    """Of a sampler of the user's, whose length may say nothing, a number is needed."""
+    assert pool2.run(_train_on_a_part, options, False) == [part, part]
+    with pytest.raises(
+        RankError, match="a sampler or an __iter__ of yours, may end before its length: pass a"
+    ):
+        pool2.run(_train_on_a_part, options, True)
+    assert [steps for steps, _ in pool2.run(_train_on_a_part, number, True)] == [part[0]] * 2
 
 
 class SlowDataset(Dataset):
