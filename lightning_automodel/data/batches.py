@@ -129,7 +129,8 @@ class TrackedLoader:
     it still had one, a collective over the host ``group``. As long as it has one it does not wait: the
     exchange runs while the batch is used.
 
-    Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. Attributes to set:
+    Tracked are the iterations of the Trainer alone, in training of its ``loop``; ``draws`` is the newest.
+    Attributes to set:
 
     ================  ==============================================================================
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown

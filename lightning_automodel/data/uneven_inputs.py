@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -40,8 +39,12 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
 
 _TRAIN = "train"
-_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
+# Of each other stage the Trainer's loaders and numbers of batches, and the module's step.
+_EVALUATED = {
+    "val": ("val_dataloaders", "num_val_batches", "validation_step"),
+    "test": ("test_dataloaders", "num_test_batches", "test_step"),
+    "predict": ("predict_dataloaders", "num_predict_batches", "predict_step"),
+}
 
 
 class UnevenInputs:
@@ -131,7 +134,7 @@ class UnevenInputs:
         if not self.is_training:
             if empty := [rank for rank, length in enumerate(lengths) if length == 0]:
                 raise ValueError(without_evaluation_data(empty))
-            return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
+            return TrackedLoader(loader, self._group, None, JOIN)
         if pads and (problem := self._against_padding(loader)) is not None:
             raise ValueError(
                 f"The data of some ranks ends before that of others, which take padding batches then: {problem}, or"
@@ -300,13 +303,15 @@ class UnevenInputs:
         """
         self._handle = NO_BATCH
         self._next = NO_BATCH
-        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
+        trainer = self._trainer
+        of_stage, limits, step = _EVALUATED[self._stage]
+        loaders = CombinedLoader(getattr(trainer, of_stage)).flattened
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
-        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
+        draws_its_batches = lightning_internals.draws_its_batches(getattr(trainer.lightning_module, step))
         # Of several loaders one after the other, Lightning passes the number.
-        if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
+        if draws_its_batches or not (is_one or len(args) > 2):
             raise ValueError(
                 "Ranks may have unequally many batches, and the last one is not known in a step that takes a"
                 " dataloader_iter, or batches of several loaders at once: let it take the batch, and evaluate one"
@@ -318,8 +323,10 @@ class UnevenInputs:
             return
         draws = loader.draws
         self._handle = draws.begin(draws.number + 1)
+        if trainer.sanity_checking:
+            limits = "num_sanity_val_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = draws.number >= self._evaluation_loop.max_batches[index] or not draws.ahead(1)
+        is_last = draws.number >= getattr(trainer, limits)[index] or not draws.ahead(1)
         self._next = BatchHandle(is_filler=True) if is_last else draws.ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 
@@ -375,11 +382,3 @@ class UnevenInputs:
     def _stage(self) -> str:
         stage = self._trainer.state.stage
         return (None if stage is None else stage.dataloader_prefix) or _TRAIN
-
-    @property
-    def _evaluation_loop(self) -> Any:
-        trainer = self._trainer
-        if trainer.state.fn == TrainerFn.FITTING:
-            return trainer.fit_loop.epoch_loop.val_loop
-        loops = {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
-        return loops[self._stage]
