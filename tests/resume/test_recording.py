@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch.utils.data import DataLoader, Subset
 
+from lightning_automodel.resume.dataloaders import RecordingSampler
 from tests.rank_pool import RankPool
-from tests.resume.resuming import Learner, Saver, Setting, Still, collate, make_trainer, run
+from tests.resume.resuming import (
+    NUM_SAMPLES,
+    Drawing,
+    Learner,
+    Saver,
+    Setting,
+    Still,
+    collate,
+    make_trainer,
+    run,
+)
 from tests.resume.test_dataloaders import Recorded
 
 
@@ -53,3 +66,15 @@ def test_single_rows_under_another_seed(pool2: RankPool, tmp_path: Path) -> None
     """Without batches, the sampler is the loader's own."""
     for undisturbed, resumed in pool2.run(single_rows_under_another_seed, tmp_path):
         assert resumed == undisturbed
+
+
+def test_indices_drawn_one_by_one_on_other_ranks() -> None:
+    """Of another number of ranks no random states come back: those that are left out are not drawn again."""
+    loader = DataLoader(range(NUM_SAMPLES), sampler=Drawing(6), batch_size=None)
+    random.seed(3)
+    expected = list(loader.sampler)[2:]
+    recorder = RecordingSampler(loader, torch.device("cpu"), lambda: 2)
+    recorder.iteration = (None, 0)
+    recorder.skipped = 2
+    random.seed(3)
+    assert list(loader.sampler) == expected
