@@ -22,7 +22,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.sharding.test_user_code import whole
 from tests.sharding.writers import NUM_BATCHES, Writer, fit, fit_or_refusal, fit_plainly, rows
-from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.exactness import Outcome, assert_exact, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
 
@@ -30,9 +30,8 @@ def right_everywhere(
     pool: RankPool, options: dict[str, Any], make: Callable[..., Writer], *args: Any
 ) -> None:
     """Weights of a fit are those of one process, on every rank."""
-    expected = Outcome(fit_plainly(make, args))
-    for weights in pool.run(fit, options, make, args):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = fit_plainly(make, args)
+    assert_exact(pool.run(fit, options, make, args), expected)
 
 
 # --- Between forward and backward -------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def test_shards_join_an_optimizer_in_the_step(pool2: RankPool) -> None:
 @pytest.mark.every_case
 def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
     """Within the step, behind the forward, what the module has may be copies: right, or refused in words."""
-    expected = Outcome(fit_plainly(GrowsAGroupInStep, ("module",)))
+    expected = fit_plainly(GrowsAGroupInStep, ("module",))
     for found in pool2.run(fit_or_refusal, STRATEGIES[engine], GrowsAGroupInStep, "module"):
         if isinstance(found, str):
             assert "2 parameters of SGD are not those of" in found
@@ -245,9 +244,8 @@ def test_values_taken_at_the_end(pool2: RankPool, where: str) -> None:
     module.load_state_dict(fit_plainly(Merges, ("",)))
     with torch.no_grad():
         module.merge("")
-    expected = Outcome({name: p.detach() for name, p in module.named_parameters()})
-    for weights in pool2.run(_merge, {}, where):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = {name: p.detach() for name, p in module.named_parameters()}
+    assert_exact(pool2.run(_merge, {}, where), expected)
 
 
 SAVES: dict[str, Callable[[Writer], Any]] = {

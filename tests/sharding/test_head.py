@@ -22,7 +22,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding import units
 from lightning_automodel.sharding.units import HEAD_ELEMENTS, plan_sharding
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, WIDTH, Batch, TinyDecoder, full_weights
+from tests.trainer.exactness import VOCABULARY, WIDTH, Batch, TinyDecoder, assert_exact, full_weights
 from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import TOLERANCE, loader, make_trainer
 from tests.trainer.test_layouts import CASE2, CASE4, MODES, REPLICAS, deviation
@@ -95,8 +95,7 @@ def _fit(
 def test_weights_equal_one_process(pool2: RankPool, kind: type[TinyDecoder], mode: str) -> None:
     """Whether a step calls the head, takes its weight, or both."""
     expected = plain_weights(_make(kind), ACCUMULATE, CASE2)
-    for weights in pool2.run(_fit, kind, MODES[mode], 2):
-        assert deviation(weights, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit, kind, MODES[mode], 2), expected)
 
 
 @pytest.mark.parametrize("mode", ["all_reduce-resharded", "True-kept"])
@@ -104,8 +103,7 @@ def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
     """Two replicas of two shards."""
     for kind in MODELS:
         expected = plain_weights(_make(kind), ACCUMULATE, CASE4)
-        for weights in pool4.run(_fit, kind, REPLICAS | MODES[mode], 4):
-            assert deviation(weights, expected) <= TOLERANCE
+        assert_exact(pool4.run(_fit, kind, REPLICAS | MODES[mode], 4), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from tests.trainer.exactness import (
     WIDTH,
     Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
-    weight_error,
 )
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, by_default, first_by_default, loader, make_trainer
 
 ACCUMULATE = 3
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
@@ -76,8 +76,7 @@ def test_steps_over_lists_take_shards_and_whole_parameters(pool2: RankPool, tmp_
     weights = plain_weights(Unusual(), ACCUMULATE, make_optimizer=_sgd_over_lists)
     weights.pop("nothing")
     expected = prefixed(weights)
-    for outcome in pool2.run(_fit_and_resume, str(tmp_path)):
-        assert weight_error(outcome, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit_and_resume, str(tmp_path)), expected)
 
 
 class HasItsOptimizer(ModelModule):
@@ -100,8 +99,7 @@ def _fit_with_its_optimizer(options: dict[str, Any]) -> Outcome:
 def test_optimizers_made_before_the_fit(pool2: RankPool, options: dict[str, Any]) -> None:
     """They hold the parameters that sharding replaces."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    for outcome in pool2.run(_fit_with_its_optimizer, options):
-        assert weight_error(outcome, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit_with_its_optimizer, options), expected)
 
 
 class LooksAtTags(ModelModule):
@@ -168,5 +166,4 @@ def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, wh
 def test_gradient_hooks_under_ddp(pool2: RankPool) -> None:
     """There they are called, and a masked gradient is exact."""
     expected = prefixed(plain_weights(_masked(), ACCUMULATE))
-    for outcome in pool2.run(_fit_masked, ENGINES["ddp"], "before"):
-        assert weight_error(outcome, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit_masked, ENGINES["ddp"], "before"), expected)

@@ -15,8 +15,8 @@ from lightning_automodel.sharding.replaced import Replaced
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.writers import Writer, fit_or_refusal, fit_plainly
-from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default
+from tests.trainer.exactness import assert_exact
+from tests.trainer.runs import STRATEGIES, by_default
 
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
 
@@ -71,9 +71,8 @@ def test_what_the_message_advises(pool2: RankPool, engine: str, how: str) -> Non
     options = {**ENGINES[engine]}
     if engine == "ddp":
         options["ddp_kwargs"] = {"find_unused_parameters": True}
-    expected = Outcome(fit_plainly(HoldsParameter, (how,)))
-    for weights in pool2.run(fit_or_refusal, options, HoldsParameter, how):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = fit_plainly(HoldsParameter, (how,))
+    assert_exact(pool2.run(fit_or_refusal, options, HoldsParameter, how), expected)
 
 
 class Unregistered(Writer):

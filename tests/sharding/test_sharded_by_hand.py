@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.exactness import Outcome, assert_exact, full_weights, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, filled_decoder, plain_weights, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
@@ -132,8 +132,7 @@ def _fit_replicas(make_module: type[ModelModule], differing: bool) -> dict[str, 
 def test_replicas_sharded_by_hand(pool4: RankPool, make_module: type[ModelModule]) -> None:
     """Over both dimensions, or over all ranks although the strategy itself would replicate."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, CASE4))
-    for weights in pool4.run(_fit_replicas, make_module, False):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool4.run(_fit_replicas, make_module, False), expected)
 
 
 def test_replicas_sharded_by_hand_start_equal(pool4: RankPool) -> None:

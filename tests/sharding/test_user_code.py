@@ -233,17 +233,30 @@ def whole(tensor: Tensor) -> Tensor:
 
 def all_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same of many, with one collective for all that are split by rows over the same ranks."""
+    found = {}
     with torch._C.DisableTorchFunctionSubclass():
-        by_group: dict[Any, dict[str, Tensor]] = defaultdict(dict)
+        by_group: dict[Any, dict[str, DTensor]] = defaultdict(dict)
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),):
-                by_group[tensor.device_mesh.get_group()][name] = tensor._local_tensor.detach()
-        found = {}
-        for group, parts in by_group.items():
-            by_rank: list[Any] = [None] * group.size()
-            dist.all_gather_object(by_rank, parts, group=group)
-            found |= {name: torch.cat([of_rank[name] for of_rank in by_rank]) for name in parts}
+                by_group[tensor.device_mesh.get_group()][name] = tensor
+        for group, split in by_group.items():
+            padded = [_padded(tensor, group.size()) for tensor in split.values()]
+            flat = torch.cat([part.flatten() for part in padded])
+            by_rank = [torch.empty_like(flat) for _ in range(group.size())]
+            dist.all_gather(by_rank, flat, group=group)
+            columns = torch.stack(by_rank).split([part.numel() for part in padded], dim=1)
+            for (name, tensor), column in zip(split.items(), columns, strict=True):
+                rows_of_all = column.reshape(-1, *tensor.shape[1:])
+                found[name] = rows_of_all[: tensor.shape[0]].clone()
     return {name: found[name] if name in found else whole(tensor) for name, tensor in tensors.items()}
+
+
+def _padded(tensor: DTensor, num_ranks: int) -> Tensor:
+    """This rank's rows, and zeros where it has fewer than the first rank."""
+    own = tensor._local_tensor.detach()
+    padded = own.new_zeros(-(-tensor.shape[0] // num_ranks), *tensor.shape[1:])
+    padded[: len(own)] = own
+    return padded
 
 
 def in_numbers(value: Any) -> Any:
@@ -369,7 +382,7 @@ WHERE: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "on_validation_epoch_end": (list(WITHOUT_GRADIENTS), ("fsdp2",)),
 }
 """By hook: snippets that run there, and the layouts of every run."""
-AGAIN = ("on_train_batch_end",)
+AGAIN = ("on_before_zero_grad", "on_train_batch_end")
 """Hooks whose snippets all run on the same kind of shards in another one: a few tell whether the hook is in order."""
 FEW = 4
 
@@ -392,7 +405,9 @@ FEW = 4
 @pytest.mark.every_case
 def test_like_one_process(request: pytest.FixtureRequest, hook: str, layout: str, every: int) -> None:
     """All that is right in one process is right on shards, and what is planted is found wrong."""
-    names = WHERE[hook][0][::every]  # what is planted comes first
+    planted_first, *others = WHERE[hook][0]
+    # So that two layouts that have a few each have others.
+    names = [planted_first, *others[list(LAYOUTS).index(layout) % every :: every]]
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     found = wrong_snippets(pool, names, hook, LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}
@@ -437,15 +452,16 @@ def _compiled() -> list[Tensor]:
 def use_compiled(net: Net, compiled: Callable[[Any], Any] = lambda function: function) -> list[Tensor]:
     """What a compiled average, norm and optimizer make of weights that are set before."""
     weight, other = (block[0].weight for block in net.blocks)
+    stepped = [weight, net.gate.bias, net.scale]
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(ramp(p))
             p.grad = 0.1 * torch.ones_like(p)
         compiled(lambda a, b: a.mul_(0.9).add_(b, alpha=0.1))(weight, other)
         norms = compiled(lambda a: (a * 2).norm(dim=0))(weight)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(stepped, lr=0.1)
     compiled(optimizer.step)()
-    return [norms, *net.parameters()]
+    return [norms, *stepped]
 
 
 def test_compiled_user_code(pool2: RankPool) -> None:

@@ -34,6 +34,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     VOCABULARY,
     Outcome,
+    assert_exact,
     full_weights,
     micro_batches,
     relative_error,
@@ -350,8 +351,7 @@ def _average_by_hand() -> dict[str, Tensor]:
 @pytest.mark.sweep
 def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
     expected, _ = averaged_plainly("ema")
-    for weights in pool2.run(_average_by_hand):
-        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
+    assert_exact(pool2.run(_average_by_hand), expected)
 
 
 def _average_from_meta(

@@ -14,13 +14,12 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
-    Outcome,
     TinyDecoder,
+    assert_exact,
     full_weights,
     micro_batches,
-    weight_error,
 )
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, LabelledModule, loader, make_trainer, mean_loss
 
 ACCUMULATE = 2
 LOADED_AFTER = 2
@@ -63,9 +62,8 @@ def _train_plainly() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 def test_within_a_window(pool2: RankPool, options: dict[str, Any]) -> None:
-    expected = Outcome(_train_plainly())
-    for weights in pool2.run(_train, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = _train_plainly()
+    assert_exact(pool2.run(_train, options), expected)
 
 
 def _altered(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:

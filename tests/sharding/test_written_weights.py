@@ -35,7 +35,7 @@ from tests.sharding.writers import (
     fit_plainly,
     rows,
 )
-from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.exactness import Outcome, assert_exact, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
 
 CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
@@ -139,7 +139,7 @@ def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) ->
     make, args = CASES[case]
     if case.startswith(("wgan", "freezes", "untrained")) and "data_parallel" in options:
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
-    expected = Outcome(fit_plainly(make, args, **kwargs))
+    expected = fit_plainly(make, args, **kwargs)
     kwargs.pop("num_ranks", None)
     return max(weight_error(Outcome(w), expected) for w in pool.run(fit, options, make, args, **kwargs))
 
@@ -157,10 +157,9 @@ def test_written_weights(request: pytest.FixtureRequest, engine: str, case: str)
 def test_tensor_parallel_layers(pool4: RankPool, update: str) -> None:
     """Gathered copies are DTensors there."""
     args = (update, "start")
-    expected = Outcome(fit_plainly(TeachesInParallel, args))
+    expected = fit_plainly(TeachesInParallel, args)
     options = {"tensor_parallel_size": 2, "reshard_during_accumulation": False}
-    for weights in pool4.run(fit, options, TeachesInParallel, args):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    assert_exact(pool4.run(fit, options, TeachesInParallel, args), expected)
 
 
 @pytest.mark.parametrize("case", STATE_DICTS_AT_START)

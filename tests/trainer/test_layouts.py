@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -22,7 +20,15 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import PLAN, Block, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    PLAN,
+    Block,
+    TinyDecoder,
+    assert_exact,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer
 
@@ -168,8 +174,7 @@ def test_parts_that_some_micro_batches_leave_out(
 ) -> None:
     """No gradient of an earlier micro-batch is lost where the last one does not use the part, nor the other way."""
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE2)
-    for weights in pool2.run(_fit_by_schedule, options, CASE2, PartlyUsed, schedule):
-        assert deviation(weights, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit_by_schedule, options, CASE2, PartlyUsed, schedule), expected)
 
 
 @pytest.mark.parametrize("schedule", BY_RANK.values(), ids=BY_RANK)
@@ -180,8 +185,7 @@ def test_use_that_differs_between_ranks(
 ) -> None:
     """Parts of a unit that one rank uses and another does not: exact; without a gradient where no rank does."""
     expected = plain_weights(UsedByOneRank(*schedule), ACCUMULATE, CASE2)
-    for weights in pool2.run(_fit_by_schedule, options, CASE2, UsedByOneRank, schedule):
-        assert deviation(weights, expected) <= TOLERANCE
+    assert_exact(pool2.run(_fit_by_schedule, options, CASE2, UsedByOneRank, schedule), expected)
 
 
 @pytest.mark.parametrize(
@@ -198,37 +202,12 @@ def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
 
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4, clip=clip)
     assert deviation(plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4), expected) > WRONG
-    for weights in pool4.run(_fit_by_schedule, options, CASE4, PartlyUsed, schedule, gradient_clip_val=CLIP):
-        assert deviation(weights, expected) <= TOLERANCE
+    assert_exact(
+        pool4.run(_fit_by_schedule, options, CASE4, PartlyUsed, schedule, gradient_clip_val=CLIP), expected
+    )
     for schedule in BY_RANK.values():
         expected = plain_weights(UsedByOneRank(*schedule), ACCUMULATE, CASE4)
-        for weights in pool4.run(_fit_by_schedule, options, CASE4, UsedByOneRank, schedule):
-            assert deviation(weights, expected) <= TOLERANCE
-
-
-class StopsInMidWindow(Callback):
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            trainer.should_stop = True
-
-
-def _fit_after_an_abandoned_window(options: dict[str, Any]) -> dict[str, Tensor]:
-    module = ModelModule(decoder())
-    for callbacks in ([StopsInMidWindow()], []):
-        strategy = AutomodelStrategy(**REPLICAS, **options)
-        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks)
-        trainer.fit(module, loader(CASE4))
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize(
-    "mode", ["all_reduce-kept", pytest.param("all_reduce-resharded", marks=pytest.mark.sweep)]
-)
-def test_an_abandoned_window_leaves_no_partly_reduced_gradients(pool4: RankPool, mode: str) -> None:
-    """What was reduce-scattered but never all-reduced does not reach the next fit."""
-    expected = plain_weights(decoder(), ACCUMULATE, CASE4)
-    for weights in pool4.run(_fit_after_an_abandoned_window, MODES[mode]):
-        assert deviation(weights, expected) <= TOLERANCE
+        assert_exact(pool4.run(_fit_by_schedule, options, CASE4, UsedByOneRank, schedule), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Models of several builds train to the weights of one process; `tests/search` draws more of them."""
+"""Models of several builds train to the weights of one process; `tests/search` draws more of them.
+
+A step that calls the parts of a model alone is in `tests/gradients/test_chunked_loss.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ from tests.trainer.plain import (
     ModelModule,
     differ_by_rank,
     fill,
-    filled_decoder,
     plain_weights,
     prefixed,
 )
@@ -67,13 +69,9 @@ class Scalars(TinyDecoder):
         return self.head(self.norm(hidden)) * torch.exp(self.temperature)
 
 
-def fit_model(
-    make_model: Callable[[], nn.Module],
-    options: dict[str, Any],
-    make_module: Callable[[nn.Module], Any] = ModelModule,
-) -> dict[str, Tensor]:
+def fit_model(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> dict[str, Tensor]:
     """Train, from different weights on every rank."""
-    module = make_module(make_model())
+    module = ModelModule(make_model())
     differ_by_rank(module)
     make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader())
     return full_weights(module)
@@ -86,56 +84,6 @@ def test_build(pool2: RankPool, make_model: type[nn.Module], options: dict[str, 
     """Exact from rank 0's weights."""
     expected = prefixed(plain_weights(make_model(), ACCUMULATE))
     assert_exact(pool2.run(fit_model, make_model, options), expected)
-
-
-class CallsParts(ModelModule):
-    """The parts of the model one by one, its own forward never."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = self.model.embedding(batch["input_ids"])
-        for block in self.model.blocks:
-            hidden = block(hidden)
-        logits = nn.functional.linear(self.model.norm(hidden), self.model.head.weight, self.model.head.bias)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
-def test_step_that_calls_what_it_likes(pool2: RankPool, options: dict[str, Any]) -> None:
-    """A training step needs no forward of the module."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    assert_exact(pool2.run(fit_model, filled_decoder, options, CallsParts), expected)
-
-
-class SkipsABlock(TinyDecoder):
-    """Leaves its last block out of the last micro-batch of a window."""
-
-    def __init__(self) -> None:
-        super().__init__(seed=1)
-        self.step = 0
-        fill(self)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids)
-        for block in self.blocks if self.step % ACCUMULATE != 2 else self.blocks[:-1]:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-
-def _fit_with_a_skipped_block() -> tuple[str, bool]:
-    module = ModelModule(SkipsABlock())
-    before = full_weights(module)
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), accumulate_grad_batches=ACCUMULATE)
-    with pytest.raises(RuntimeError, match="took no part") as raised:
-        trainer.fit(module, loader())
-    after = full_weights(module)
-    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_ddp_refuses_a_layer_unused_in_the_last_micro_batch(pool2: RankPool) -> None:
-    """DDP would leave each rank with its own gradient: it raises before the step, with the remedy."""
-    for message, unchanged in pool2.run(_fit_with_a_skipped_block):
-        assert unchanged
-        assert "ddp_kwargs={'find_unused_parameters': True}" in message
 
 
 class UnfreezesWhatIsUnused(ModelModule):
