@@ -100,21 +100,30 @@ def test_weights_equal_one_process(pool2: RankPool, kind: type[TinyDecoder], mod
 
 @pytest.mark.parametrize("mode", ["all_reduce-resharded", "True-kept"])
 def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
-    """Two replicas of two shards."""
-    for kind in MODELS:
+    """Two replicas of two shards, of the head whose gradient comes twice, and of one that gets none."""
+    for kind in (InBothWays, FrozenHead):
         expected = plain_weights(_make(kind), ACCUMULATE, CASE4)
         assert_exact(pool4.run(_fit, kind, REPLICAS | MODES[mode], 4), expected)
 
 
-@pytest.mark.parametrize(
-    "option", [{"activation_checkpointing": True}, {"cpu_offload": True}, {"prefetch": 2}], ids=str
-)
-@pytest.mark.every_case
-def test_beside_other_options(pool2: RankPool, option: dict[str, Any]) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"cpu_offload": True},
+    "prefetched": {"prefetch": 2},
+}
+
+
+def _fit_beside_options() -> dict[str, dict[str, Tensor]]:
+    return {
+        name: _fit(TinyDecoder, options, 2, fits=2) for name, options in {"nothing": {}, **OPTIONS}.items()
+    }
+
+
+def test_beside_other_options(pool2: RankPool) -> None:
     """The head is no block: it is not recomputed, neither in the second fit, which finds it sharded."""
-    expected = pool2.run(_fit, TinyDecoder, {}, 2, 2)
-    for weights, unchanged in zip(pool2.run(_fit, TinyDecoder, option, 2, 2), expected, strict=True):
-        assert deviation(weights, unchanged) <= TOLERANCE
+    for found in pool2.run(_fit_beside_options):
+        for name in OPTIONS:
+            assert deviation(found[name], found["nothing"]) <= TOLERANCE, name
 
 
 class _Scatters(TorchDispatchMode):
@@ -174,15 +183,18 @@ class CallsTheHead(ModelModule):
             self.returned = self.model.head(torch.ones(1, WIDTH, dtype=torch.float64, device=self.device))
 
 
-def _trained_on() -> tuple[list[float], list[float]]:
-    """Losses of a plain loop after a fit, and those of a whole copy."""
-    module = ModelModule(_make(TinyDecoder))
+def _after_a_fit() -> tuple[tuple[Tensor, Tensor, bool], list[list[float]]]:
+    """What the head has returned between steps, and should have; losses of a plain loop then, and of a whole copy's."""
+    module = CallsTheHead(_make(TinyDecoder))
     with every_head():
         make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CASE2))
+    weights = full_weights(module.model)
+    is_sharded = hasattr(module.model.head.weight, "placements")
+    called = module.returned[0], weights["head.weight"].sum(1) + weights["head.bias"], is_sharded
     whole = _make(TinyDecoder)
-    whole.load_state_dict(full_weights(module.model))
+    whole.load_state_dict(weights)
     ids = torch.arange(4)[None]
-    losses = []
+    losses: list[list[float]] = []
     for model in (module.model, whole):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         losses.append([])
@@ -193,33 +205,19 @@ def _trained_on() -> tuple[list[float], list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.item())
-    return losses[0], losses[1]
+    return called, losses
 
 
-def test_a_plain_loop_after_the_fit(pool2: RankPool) -> None:
-    """Nothing stays gathered after its backward, which the next step would use in place of new weights."""
-    for sharded, whole in pool2.run(_trained_on):
+def test_between_steps_and_after_the_fit(pool2: RankPool) -> None:
+    """Called by itself it has the newest weights, and is sharded again, as all is behind a plain loop's backward.
+
+    What stayed gathered would be used by the next step in the place of new weights.
+    """
+    for (returned, expected, is_sharded), (sharded, whole) in pool2.run(_after_a_fit):
+        torch.testing.assert_close(returned, expected, rtol=1e-12, atol=1e-12)
+        assert is_sharded
         assert sharded == pytest.approx(whole, rel=1e-12)
         assert whole[0] > whole[-1]
-
-
-def _called_alone() -> tuple[Tensor, Tensor, bool]:
-    module = CallsTheHead(_make(TinyDecoder))
-    with every_head():
-        make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CASE2))
-    weights = full_weights(module.model)
-    return (
-        module.returned,
-        weights["head.weight"].sum(1) + weights["head.bias"],
-        hasattr(module.model.head.weight, "placements"),
-    )
-
-
-def test_called_outside_of_a_step(pool2: RankPool) -> None:
-    """It has the newest weights, and they are sharded again afterwards."""
-    for returned, expected, is_sharded in pool2.run(_called_alone):
-        torch.testing.assert_close(returned[0], expected, rtol=1e-12, atol=1e-12)
-        assert is_sharded
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_automodel.sharding.replaced import Replaced
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankError, RankPool
-from tests.sharding.writers import Writer, fit_or_refusal, fit_plainly
+from tests.sharding.writers import Writer, fit, fit_or_refusal, fit_plainly
 from tests.trainer.exactness import assert_exact
 from tests.trainer.runs import STRATEGIES, by_default
 
@@ -56,12 +56,15 @@ HELD = {
 }
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("how", HELD)
-def test_parameters_that_sharding_has_replaced(pool2: RankPool, how: str) -> None:
+def _held() -> dict[str, Any]:
+    return {how: fit_or_refusal(ENGINES["fsdp2"], HoldsParameter, how) for how in HELD}
+
+
+def test_parameters_that_sharding_has_replaced(pool2: RankPool) -> None:
     """The parameter is named."""
-    for message in pool2.run(fit_or_refusal, ENGINES["fsdp2"], HoldsParameter, how):
-        assert message.startswith(f"{HELD[how]} was used past the module")
+    for messages in pool2.run(_held):
+        for how, name in HELD.items():
+            assert str(messages[how]).startswith(f"{name} was used past the module"), how
 
 
 @pytest.mark.parametrize(("engine", "how"), [("ddp", "dict"), ("ddp", "data"), ("fsdp2", "module")])
@@ -71,8 +74,7 @@ def test_what_the_message_advises(pool2: RankPool, engine: str, how: str) -> Non
     options = {**ENGINES[engine]}
     if engine == "ddp":
         options["ddp_kwargs"] = {"find_unused_parameters": True}
-    expected = fit_plainly(HoldsParameter, (how,))
-    assert_exact(pool2.run(fit_or_refusal, options, HoldsParameter, how), expected)
+    assert_exact(pool2.run(fit, options, HoldsParameter, (how,)), fit_plainly(HoldsParameter, (how,)))
 
 
 class Unregistered(Writer):
