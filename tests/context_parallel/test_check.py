@@ -16,7 +16,6 @@ from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.context_parallel.check import FirstStepCheck
-from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.context_parallel.test_steps import (
     HEADS,
     KEY_HEADS,
@@ -30,6 +29,7 @@ from tests.context_parallel.test_steps import (
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, full_weights
 from tests.trainer.plain import fill
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import make_trainer
 
 
@@ -109,31 +109,26 @@ class EvaluatesByHand(OneByHand):
         return self.loss(batch, "mean")
 
 
+def refused(make: type[DecoderModule], sentence: str, **options: Any) -> Refused:
+    """On slices."""
+    return Refused(
+        lambda: make(Run()), (sentence,), lambda: [BATCH], {"context_parallel_size": 2, **options}
+    )
+
+
 REFUSED = {
-    "one layer by hand": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH]),
-    "other positions": Refused(
-        lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]
-    ),
-    "pooled": Refused(lambda: Pools(Run()), "gives something else on slices", lambda: [BATCH]),
-    "random": Refused(
-        lambda: Draws(Run()), "(Or it draws random numbers in evaluation mode", lambda: [BATCH]
-    ),
-    "its own, replicated": Refused(
-        lambda: CallsItself(Run()),
-        "model.blocks.0.norm (LayerNorm) gives",
-        lambda: [BATCH],
-        {"data_parallel": "ddp"},
+    "one layer by hand": refused(OneByHand, LAYER),
+    "other positions": refused(CountsFromZero, "gives something else on slices"),
+    "pooled": refused(Pools, "gives something else on slices"),
+    "random": refused(Draws, "(Or it draws random numbers in evaluation mode"),
+    "its own, replicated": refused(
+        CallsItself, "model.blocks.0.norm (LayerNorm) gives", data_parallel="ddp"
     ),
 }
 
 
-def refusals() -> dict[str, str]:
-    """Runs on every rank."""
-    return messages(REFUSED)
-
-
 def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
-    check_refused(pool2, refusals, REFUSED)
+    check_refused(pool2, __name__)
 
 
 def fit_right_models() -> None:

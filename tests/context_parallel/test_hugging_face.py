@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, first_by_default, make_trainer
 
 CONTEXT = 2
@@ -210,7 +210,8 @@ def linear_attention() -> nn.Module:
 
 
 def refused(make_module: Callable[[], Any], sentence: str) -> Refused:
-    return Refused(make_module, sentence, lambda: batches_by_rank("plain", 1)[0], {"label_shift": 1})
+    options = {"context_parallel_size": CONTEXT, "label_shift": 1}
+    return Refused(make_module, (sentence,), lambda: batches_by_rank("plain", 1)[0], options)
 
 
 REFUSED = {
@@ -231,11 +232,6 @@ REFUSED = {
 }
 
 
-def refusals() -> dict[str, str]:
-    """Runs on every rank."""
-    return messages(REFUSED)
-
-
 @pytest.mark.sweep
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
-    check_refused(pool2, refusals, REFUSED)
+    check_refused(pool2, __name__)

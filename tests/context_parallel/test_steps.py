@@ -28,10 +28,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention, token_loss
-from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, make_trainer
 
 PLAN = {
@@ -535,11 +535,10 @@ TWO = {"input_ids": IDS.expand(2, 4), "labels": IDS.expand(2, 4), "num_tokens": 
 def refused(
     sentence: str,
     make_module: Callable[[Run], LightningModule] = DecoderModule,
-    batch: Any = None,
+    batches: Callable[[], list[Batch]] = lambda: [{"input_ids": IDS, "labels": IDS}],
     **options: Any,
 ) -> Refused:
-    batch = {"input_ids": IDS, "labels": IDS} if batch is None else batch
-    return Refused(lambda: make_module(Run()), sentence, lambda: [batch], options)
+    return Refused(lambda: make_module(Run()), (sentence,), batches, {"context_parallel_size": 2, **options})
 
 
 REFUSED = {
@@ -549,31 +548,27 @@ REFUSED = {
     "dataloader_iter": refused("a mapping with input_ids [b, s], got _DataFetcherWrapper", DrawsItself),
     "counted by a function of the whole": refused(
         "count_label_tokens counts 7, 7 on the 2 ranks that share a batch, and 7 in the whole batch",
-        batch=TWO,
+        batches=lambda: [TWO],
         count_label_tokens=lambda batch: batch["num_tokens"].sum(),
     ),
     "shifted by a function": refused(
         "count_label_tokens counts 2, 2 on the 2 ranks that share a batch, and 6 in the whole batch",
-        batch=TWO,
+        batches=lambda: [TWO],
         count_label_tokens=lambda batch: batch["labels"][:, 1:].numel(),
     ),
-    "returned": refused("leave it out: labels of slices are counted", CountsEntry, batch=TWO),
-    "given by hand": refused("leave it out: labels of slices are counted", CountsEntryByHand, batch=TWO),
-    "unequal batches": Refused(
-        lambda: DecoderModule(Run()),
+    "returned": refused("leave it out: labels of slices are counted", CountsEntry, batches=lambda: [TWO]),
+    "given by hand": refused(
+        "leave it out: labels of slices are counted", CountsEntryByHand, batches=lambda: [TWO]
+    ),
+    "unequal batches": refused(
         "The context-parallel ranks [0, 1] were given different first",
-        lambda: [{"input_ids": IDS + dist.get_rank(), "labels": IDS}],
+        batches=lambda: [{"input_ids": IDS + dist.get_rank(), "labels": IDS}],
     ),
 }
 
 
-def refusals() -> dict[str, str]:
-    """Runs on every rank."""
-    return messages(REFUSED)
-
-
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
-    check_refused(pool2, refusals, REFUSED)
+    check_refused(pool2, __name__)
 
 
 class EvaluatesEntry(DecoderModule):

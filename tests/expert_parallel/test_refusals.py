@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.expert_parallel.mixtures import CASE, Experts, MixtureDecoder, Spread
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.plain import ModelModule, sgd
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import make_trainer
 
 
@@ -50,62 +50,49 @@ class Unmanaged(SpreadModule):
         spread_experts(self, self.device_mesh["expert_parallel"], ["own"])
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
-    "nothing is spread": (
-        {},
-        ModelModule,
+def refused(sentence: str, make: type[ModelModule] = SpreadModule, **options: Any) -> Refused:
+    """Of six experts, on two ranks unless ``options`` say otherwise."""
+    return Refused(
+        lambda: make(MixtureDecoder(6)),
+        (sentence,),
+        lambda: data_of_rank(CASE),
+        {"expert_parallel_size": 2, **options},
+    )
+
+
+REFUSED = {
+    "nothing is spread": refused(
         "expert_parallel_size=2, but no parameter of ModelModule is spread over the expert-parallel ranks",
+        ModelModule,
     ),
-    "experts do not divide": (
-        {"expert_parallel_size": 4},
-        SpreadModule,
+    "experts do not divide": refused(
         "expert_parallel_size=4 does not divide the 6 experts of Experts: valid sizes are 1, 2, 3, 6",
+        expert_parallel_size=4,
     ),
-    "ranks do not divide": (
-        {"expert_parallel_size": 3},
-        SpreadModule,
+    "ranks do not divide": refused(
         "expert_parallel_size=3 does not divide the 4 ranks that parameters are sharded over: valid sizes"
         " are 1, 2, 4",
+        expert_parallel_size=3,
     ),
-    "larger than a replica": (
-        {"expert_parallel_size": 4, "data_parallel_replicate_size": 2},
-        SpreadModule,
+    "larger than a replica": refused(
         "expert_parallel_size=4 does not divide the 2 ranks that parameters are sharded over: valid sizes"
         " are 1, 2",
+        expert_parallel_size=4,
+        data_parallel_replicate_size=2,
     ),
-    "hooks": (
-        {"count_window_ahead": True},
-        HookedModule,
-        "which would see their gradients before they are final",
+    "hooks": refused(
+        "which would see their gradients before they are final", HookedModule, count_window_ahead=True
+    ),
+    # FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies.
+    "plain backward": refused("call self.manual_backward", PlainBackward),
+    "unmanaged": refused(
+        "own is spread over expert-parallel ranks, but FSDP2 does not manage it", Unmanaged
     ),
 }
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", REFUSED)
-def test_fits(pool4: RankPool, name: str) -> None:
-    options, make, message = REFUSED[name]
-    with pytest.raises(RankError, match=re.escape(message)):
-        pool4.run(fit, options, make, 6)
-
-
-def _fit_by_hand(make: type[ModelModule]) -> None:
-    strategy = AutomodelStrategy(expert_parallel_size=2)
-    make_trainer(strategy).fit(make(MixtureDecoder(6)), data_of_rank(CASE))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        # FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies.
-        (PlainBackward, r"Gradients of experts .* call self\.manual_backward"),
-        (Unmanaged, "own is spread over expert-parallel ranks, but FSDP2 does not manage it"),
-    ],
-)
-def test_manual_optimization(pool4: RankPool, make: type[ModelModule], message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        pool4.run(_fit_by_hand, make)
+def test_fits(pool4: RankPool) -> None:
+    check_refused(pool4, __name__)
 
 
 class Evaluates(SpreadModule):

@@ -23,6 +23,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, TinyDecoder, assert_exact, full_weights, weight_error
 from tests.trainer.plain import plain_weights, sgd
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import (
     TOLERANCE,
     LabelledModule,
@@ -169,27 +170,31 @@ class Nested(ManualModule):
         self.manual_backward(first)
 
 
-MISUSES: dict[str, tuple[type[LabelledModule], int, str]] = {
-    "twice": (RunsTwice, 1, "Add up what is backpropagated"),
-    "twice in mid-window": (RunsTwice, 3, "Add up what is backpropagated"),
-    # A rank that leaves it out would let the others wait.
-    "none": (RunsNone, 3, "LightningModule.backward has run no backward"),
-    "nested": (Nested, 1, "Call loss.backward() there"),
+def refused(make: type[LabelledModule], sentence: str, accumulate: int, engine: str) -> Refused:
+    return Refused(
+        make,
+        (sentence,),
+        lambda: loader(case(2)),
+        ENGINES[engine][1],
+        {"accumulate_grad_batches": accumulate},
+    )
+
+
+REFUSED = {
+    f"{make.__name__} of {accumulate}, {engine}": refused(make, sentence, accumulate, engine)
+    for make, accumulate, sentence in (
+        (RunsTwice, 1, "Add up what is backpropagated"),
+        (RunsTwice, 3, "Add up what is backpropagated"),
+        # A rank that leaves it out would let the others wait.
+        (RunsNone, 3, "LightningModule.backward has run no backward"),
+        (Nested, 1, "Call loss.backward() there"),
+    )
+    for engine in ("fsdp2", "ddp")
 }
 
 
-def _misuse(name: str, options: dict[str, Any]) -> str:
-    make, accumulate, _ = MISUSES[name]
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
-    return refusal(trainer, make(), loader(case(dist.get_world_size())))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", MISUSES)
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_backwards_within_the_strategys_are_refused(pool2: RankPool, engine: str, name: str) -> None:
-    for message in pool2.run(_misuse, name, ENGINES[engine][1]):
-        assert MISUSES[name][2] in message
+def test_backwards_within_the_strategys_are_refused(pool2: RankPool) -> None:
+    check_refused(pool2, __name__)
 
 
 class RaisesAfterwards(ManualModule):

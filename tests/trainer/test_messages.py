@@ -21,6 +21,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import CASE, first_by_default, loader, make_trainer, mean_loss
 
 DDP = {"data_parallel": "ddp"}
@@ -135,103 +136,62 @@ class SpreadsItsStates(ModelModule):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
-def _error(make_module: type[ModelModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Kind and text of what a fit raises."""
-    try:
-        trainer = make_trainer(AutomodelStrategy(**options), **settings)
-        module = make_module(decoder())
-        if make_module is CountsStepsInSetup:
-            trainer.validate(module, loader(), verbose=False)
-        trainer.fit(module, loader(), loader())
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def refused(make: type[ModelModule], *sentences: str, **kwargs: Any) -> Refused:
+    return Refused(lambda: make(decoder()), sentences, **kwargs)
 
 
-ERRORS: dict[str, tuple[type[ModelModule], dict[str, Any], dict[str, Any], list[str]]] = {
-    "aux_loss": (
-        ReturnsAuxLoss,
-        {},
-        {},
-        [
-            "ValueError",
-            "returned 'aux_loss'",
-            "first backward",
-            "Pass count_window_ahead=True, or per_token",
-        ],
+REFUSED = {
+    "aux_loss": refused(
+        *(ReturnsAuxLoss, "ValueError", "returned 'aux_loss'", "first backward"),
+        "Pass count_window_ahead=True, or per_token",
     ),
-    "sharded_under_ddp": (
-        ShardsItself,
-        DDP,
-        {},
-        ["ValueError", "ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"],
+    "sharded_under_ddp": refused(
+        *(ShardsItself, "ValueError", "ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"),
+        options=DDP,
     ),
-    "vector": (
-        BackwardOfAVector,
-        {},
-        {},
-        ["ValueError: The loss of a backward has the shape [3], but must"],
+    "vector": refused(BackwardOfAVector, "ValueError: The loss of a backward has the shape [3], but must"),
+    "vector_ddp": refused(
+        BackwardOfAVector, "ValueError: The loss of a backward has the shape [3], but", options=DDP
     ),
-    "vector_ddp": (
-        BackwardOfAVector,
-        DDP,
-        {},
-        ["ValueError: The loss of a backward has the shape [3], but"],
-    ),
-    "fewer_devices_than_the_group": (
+    "fewer_devices_than_the_group": refused(
         ModelModule,
-        {},
-        {"devices": 1},
-        ["ValueError: The process group that exists has 2 ranks, and the Trainer asks for 1 (devices x"],
+        "ValueError: The process group that exists has 2 ranks, and the Trainer asks for 1 (devices x",
+        settings={"devices": 1},
     ),
-    "negative": (
-        NegativeCount,
-        {},
-        {},
-        ["ValueError", "num_label_tokens that training_step returned", "-3"],
+    "negative": refused(NegativeCount, "ValueError", "num_label_tokens that training_step returned", "-3"),
+    "several": refused(SeveralCounts, "TypeError", "tensor of one element", "got tensor([1., 1.])"),
+    "steps_in_setup": refused(
+        CountsStepsInSetup, "take it in configure_optimizers or on_fit_start", validates_first=True
     ),
-    "several": (SeveralCounts, {}, {}, ["TypeError", "tensor of one element", "got tensor([1., 1.])"]),
-    "steps_in_setup": (CountsStepsInSetup, {}, {}, ["take it in configure_optimizers or on_fit_start"]),
-    "another_model": (
+    "another_model": refused(
         CollectsOthers,
-        {},
-        {},
-        [
-            "13 parameters of SGD are not those of CollectsOthers",
-            "configure_optimizers, from self.parameters",
-        ],
+        "13 parameters of SGD are not those of CollectsOthers",
+        "configure_optimizers, from self.parameters",
     ),
-    "order_by_rank": (
+    "order_by_rank": refused(
         OrdersByRank,
-        {},
-        {},
-        [
-            "their parameters in another order on each rank: number 0 of SGD 0 is model.",
-            " on rank 0 and model.",
-        ],
+        "their parameters in another order on each rank: number 0 of SGD 0 is model.",
+        " on rank 0 and model.",
     ),
-    "lbfgs": (SecondOrder, {}, {}, ["LBFGS chooses its step from the loss of each rank alone, so 2 ranks"]),
-    "spread_states": (
-        SpreadsItsStates,
-        DDP,
-        {},
-        ["ZeroRedundancyOptimizer spreads its states", "data_parallel='fsdp2'"],
+    "lbfgs": refused(SecondOrder, "LBFGS chooses its step from the loss of each rank alone, so 2 ranks"),
+    "spread_states": refused(
+        *(SpreadsItsStates, "ZeroRedundancyOptimizer spreads its states", "data_parallel='fsdp2'"),
+        options=DDP,
     ),
-    "validation_after_a_time": (
-        ModelModule,
-        DDP,
-        {"val_check_interval": timedelta(hours=1)},
-        ["ValueError", "is a time, which ends on each rank after another batch: pass a number"],
+    "validation_after_a_time": refused(
+        *(
+            ModelModule,
+            "ValueError",
+            "is a time, which ends on each rank after another batch: pass a number",
+        ),
+        options=DDP,
+        settings={"val_check_interval": timedelta(hours=1)},
     ),
 }
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", ERRORS)
-def test_error(pool2: RankPool, name: str) -> None:
-    make_module, options, settings, parts = ERRORS[name]
-    for message in pool2.run(_error, make_module, options, settings):
-        assert all(part in message for part in parts), message
+def test_errors(pool2: RankPool) -> None:
+    check_refused(pool2, __name__)
 
 
 def test_error_of_a_mesh_that_is_not_there_yet() -> None:
