@@ -77,26 +77,26 @@ def test_another_layout(
     resuming: str,
     form: dict[str, Any],
 ) -> None:
-    path = str(tmp_path / "saved.ckpt")
-    saved = pool4.run(_save, {**LAYOUTS[saving], **form}, path)[0]
-    for weights in pool4.run(_resume, {**LAYOUTS[resuming], **form}, path):
+    """Consolidated, it is one file with whole experts."""
+    path = tmp_path / "saved.ckpt"
+    saved = pool4.run(_save, {**LAYOUTS[saving], **form}, str(path))[0]
+    for weights in pool4.run(_resume, {**LAYOUTS[resuming], **form}, str(path)):
         assert error(weights, expected) <= TOLERANCE
         assert error(weights, saved) > 1e-6, "nothing was trained"
+    if path.is_dir():
+        assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
+        found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
+        assert {name.removeprefix("model.") for name in found} == saved.keys()
+        assert all(found[f"model.{name}"].equal(weight) for name, weight in saved.items())
+
+
+def _resume_and_go_on(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    whole = uninterrupted(options, module=AdamMixture())
+    _save(options, path)
+    return whole, _resume(options, path)
 
 
 def test_the_same_bits(pool4: RankPool, tmp_path: Path) -> None:
     """In the layout that has saved."""
-    path = str(tmp_path / "saved.ckpt")
-    whole = pool4.run(_uninterrupted, TWO)[0]
-    pool4.run(_save, TWO, path)
-    for weights in pool4.run(_resume, TWO, path):
-        assert all(weight.equal(whole[name]) for name, weight in weights.items())
-
-
-def test_consolidated(pool4: RankPool, tmp_path: Path) -> None:
-    """One file with whole experts."""
-    saved = pool4.run(_save, FOUR, str(tmp_path / "saved.ckpt"))[0]
-    assert main(["consolidate", str(tmp_path / "saved.ckpt"), str(tmp_path / "whole.ckpt")]) == 0
-    found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
-    assert {name.removeprefix("model.") for name in found} == saved.keys()
-    assert all(found[f"model.{name}"].equal(weight) for name, weight in saved.items())
+    for whole, resumed in pool4.run(_resume_and_go_on, TWO, str(tmp_path / "saved.ckpt")):
+        assert all(weight.equal(whole[name]) for name, weight in resumed.items())

@@ -91,7 +91,9 @@ def test_steps_are_those_of_one_process(layout: str, step: str, request: pytest.
     """Two groups of one optimizer, nested late state, the loss of the closure; ragged windows, clipping."""
     num_ranks, options = LAYOUTS[layout]
     pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
-    case = dataclasses.replace(CASE, num_ranks=num_ranks // options.get("tensor_parallel_size", 1))
+    case = dataclasses.replace(
+        CASE, num_ranks=num_ranks // options.get("tensor_parallel_size", 1), num_batches=5
+    )
     kinds = OF_STEP[step] if num_ranks == 2 else ["muon"]
     by_rank = pool.run(_fit, kinds, {"optimizer_step": step, **options}, case)
     for number, kind in enumerate(kinds):

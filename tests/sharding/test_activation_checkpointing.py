@@ -103,19 +103,36 @@ def fit_module(module: ModelModule, options: dict[str, Any], choice: Any) -> Run
 BLOCKS = [f"model.blocks.{i} (Block)" for i in range(3)]
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
+def _fit_with_each(options: dict[str, Any]) -> list[Run]:
+    return [fit(options, choice) for choice in (False, True, "offload")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    by_default(
+        {**OPTIONS, "prefetched": {"prefetch": 2, "reshard_during_accumulation": True}}, "kept", "ddp"
+    ),
+)
+@pytest.mark.every_case
 def test_blocks_are_recomputed(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Exact; each block's layers run twice a micro-batch, less is kept for the backward, no name changes."""
+    """Exact; each block's layers run twice a micro-batch, less is kept for the backward, no name changes.
+
+    Of what recomputation keeps, autograd keeps all but the inputs of blocks where these wait in host memory: hooks of
+    our own take them.
+    """
     model = filled_decoder()
     keys = [f"model.{name}" for name in model.state_dict()]
     expected = prefixed(plain_weights(model, ACCUMULATE))
-    without = pool2.run(fit, options, False)
-    for before, run in zip(without, pool2.run(fit, options, True), strict=True):
-        assert weight_error(run.weights, expected) <= TOLERANCE
-        assert run.forwards == 2 * before.forwards > 0
-        assert run.kept_bytes < 0.8 * before.kept_bytes
-        assert (before.described, run.described) == ([], BLOCKS)
-        assert before.keys == run.keys == keys
+    for rank, (without, recomputed, offloaded) in enumerate(pool2.run(_fit_with_each, options)):
+        for run in (recomputed, offloaded):
+            assert weight_error(run.weights, expected) <= TOLERANCE
+            assert run.forwards == 2 * without.forwards > 0
+            assert run.described == BLOCKS
+        assert without.described == []
+        assert without.keys == recomputed.keys == keys
+        assert recomputed.kept_bytes < 0.8 * without.kept_bytes
+        positions = sum(batch["input_ids"].numel() for batch in micro_batches(CASE)[rank])
+        assert recomputed.kept_bytes - offloaded.kept_bytes == 3 * positions * WIDTH * 8
 
 
 def _keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -184,24 +201,6 @@ def test_chosen_classes(
         assert weight_error(run.weights, expected) <= TOLERANCE
         assert run.described == described
         assert run.forwards == factor * forwards
-
-
-@pytest.mark.parametrize(
-    "options",
-    by_default(
-        {**OPTIONS, "prefetched": {"prefetch": 2, "reshard_during_accumulation": True}}, "kept", "ddp"
-    ),
-)
-def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Exact; of what recomputation keeps, autograd keeps all but those, which hooks of our own take."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    recomputed = pool2.run(fit, options, True)
-    offloaded = pool2.run(fit, options, "offload")
-    for rank, (before, run) in enumerate(zip(recomputed, offloaded, strict=True)):
-        assert weight_error(run.weights, expected) <= TOLERANCE
-        assert (run.forwards, run.described) == (before.forwards, BLOCKS)
-        positions = sum(batch["input_ids"].numel() for batch in micro_batches(CASE)[rank])
-        assert before.kept_bytes - run.kept_bytes == 3 * positions * WIDTH * 8
 
 
 class Sharing(TinyDecoder):

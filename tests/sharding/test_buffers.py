@@ -131,9 +131,7 @@ class Collects(Normalised):
         self.bank = torch.cat([self.bank, batch[:rows].float()])
 
 
-def _collect(
-    persistent: bool, sign: int, options: dict[str, Any], validates: bool = True
-) -> str | torch.Size:
+def _collect(persistent: bool, sign: int, options: dict[str, Any], validates: bool) -> str | torch.Size:
     data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
     module = Collects(persistent, sign)
     trainer = make_trainer(AutomodelStrategy(count="samples", **options))
@@ -144,27 +142,29 @@ def _collect(
     return module.bank.shape
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str, sign: int) -> None:
-    """A cache outside of the state dict is each rank's own."""
-    shapes = pool2.run(_collect, False, sign, LAYOUTS[layout])
-    assert shapes == [torch.Size([4, WIDTH]), torch.Size([4 + 2 * sign, WIDTH])]
+def _collect_all(layout: str) -> tuple[list[Any], list[Any]]:
+    """Caches that grow and shrink with the rank; and statistics, where the fit validates and where it does not."""
+    options = LAYOUTS[layout]
+    return (
+        [_collect(False, sign, options, validates=True) for sign in (1, -1)],
+        [_collect(True, 1, options, validates) for validates in (True, False)],
+    )
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_buffer_of_another_shape_on_each_rank_is_refused(
-    pool2: RankPool, layout: str, validates: bool
-) -> None:
-    """In a validation, or else where the fit ends: gloo would copy a part of rank 0's over it."""
-    for message in pool2.run(_collect, True, 1, LAYOUTS[layout], validates):
-        assert message.startswith(
-            "A buffer of Collects differs on the ranks that hold different data: bank is [4, 3] of"
-            " torch.float32 on rank 0 and [6, 3] of torch.float32 on rank 1 of these. All ranks must"
-        )
+def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str) -> None:
+    """A cache outside of the state dict is each rank's own; what a checkpoint would hold is refused.
+
+    In a validation, or else where the fit ends: gloo would copy a part of rank 0's over it.
+    """
+    for rank, (caches, refusals) in enumerate(pool2.run(_collect_all, layout)):
+        assert caches == [torch.Size([4 + 2 * sign * rank, WIDTH]) for sign in (1, -1)]
+        for message in refusals:
+            assert message.startswith(
+                "A buffer of Collects differs on the ranks that hold different data: bank is [4, 3] of"
+                " torch.float32 on rank 0 and [6, 3] of torch.float32 on rank 1 of these. All ranks must"
+            )
 
 
 class Late(Collects):

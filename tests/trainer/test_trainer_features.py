@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -26,7 +25,6 @@ from tests.trainer.exactness import (
     TinyDecoder,
     full_weights,
     micro_batches,
-    relative_error,
     weight_error,
 )
 from tests.trainer.plain import ModelModule, train_model_plainly
@@ -179,31 +177,6 @@ def test_torchmetrics(pool2: RankPool, engine: str) -> None:
     assert expected["train_loss"] != pytest.approx(expected["validate_loss"])
     for measured in pool2.run(_measure, engine):
         assert measured == pytest.approx(expected, rel=1e-6)
-
-
-class Norms(LabelledModule):
-    """Measures the norm of its gradients as Lightning's documentation shows it."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norm = float(grad_norm(self.model, norm_type=2)["grad_2.0_norm_total"])
-
-
-def _norms(engine: str) -> tuple[float, float]:
-    module = Norms()
-    strategy = AutomodelStrategy(data_parallel=engine, track_grad_norm=True)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return float(strategy.last_step.grad_norm), module.norm
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-@pytest.mark.every_case
-def test_norm_of_gradients(pool2: RankPool, engine: str) -> None:
-    """`track_grad_norm` and Lightning's utility."""
-    gradients = train_model_plainly(TinyDecoder(CASE.seed).double(), ACCUMULATE)[-1]
-    total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for norm, of_utility in pool2.run(_norms, engine):
-        assert relative_error(norm, total) <= TOLERANCE
-        assert of_utility == pytest.approx(total.item())
 
 
 def _boring(engine: str) -> tuple[int, int]:
