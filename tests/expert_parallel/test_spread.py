@@ -17,7 +17,6 @@ from tests.expert_parallel.mixtures import (
     CASE,
     MixtureDecoder,
     SpreadModule,
-    UnequalStart,
     error,
     fit,
 )
@@ -78,11 +77,3 @@ def test_clipped_by_torch(pool4: RankPool) -> None:
 def test_uneven_shards(pool4: RankPool, number: int) -> None:
     expected = plain_weights(MixtureDecoder(number), ACCUMULATE, CASE)
     assert error(pool4.run(fit, {}, number=number)[0].weights, expected) <= TOLERANCE
-
-
-@pytest.mark.sweep  # those beside tensor and context parallelism start with other weights too
-@pytest.mark.parametrize("options", [{}, {"data_parallel_replicate_size": 2}])
-def test_ranks_start_with_the_experts_of_the_first(pool4: RankPool, options: dict[str, Any]) -> None:
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, options, UnequalStart):
-        assert error(found.weights, expected) <= TOLERANCE

@@ -108,30 +108,27 @@ def test_weights_are_exact_and_gathers_start_ahead(
     assert "prefetch_reason" not in described
 
 
-def test_auto(pool2: RankPool) -> None:
-    """On a CPU one unit, and that is said with the reason."""
-    for _, events, described in pool2.run(fit, LAYOUTS["resharded"]):
-        assert events[: len(FORWARD[1])] == FORWARD[1]
-        assert described["prefetch"] == 1
-        assert described["prefetch_reason"].startswith("auto: 1 on a CPU")
-
-
-def _described_in_two_runs() -> tuple[dict[str, Any], dict[str, Any]]:
+def _described_in_two_runs() -> list[dict[str, Any]]:
+    """What a validation, and a fit after it, have decided."""
     module = ModelModule(filled_decoder())
-    strategy = AutomodelStrategy()
+    strategy = AutomodelStrategy(**LAYOUTS["resharded"])
     trainer = make_trainer(strategy, limit_val_batches=1, limit_train_batches=1)
-    trainer.validate(module, loader(), verbose=False)
-    first = strategy.describe()
-    trainer.fit(module, loader())
-    return first, strategy.describe()
+    described = []
+    for run in (trainer.validate, trainer.fit):
+        run(module, loader())
+        described.append(strategy.describe())
+    return described
 
 
-def test_auto_after_a_validation(pool2: RankPool) -> None:
-    """A run that finds the module sharded by an earlier one decides and says what that did."""
+def test_auto(pool2: RankPool) -> None:
+    """On a CPU one unit, and that is said with the reason; a run that finds the module sharded decides alike."""
+    for _, events, _ in pool2.run(fit, LAYOUTS["resharded"]):
+        assert events[: len(FORWARD[1])] == FORWARD[1]
     for first, second in pool2.run(_described_in_two_runs):
         for key in ("prefetch", "roots", "units", "replicated"):
             assert second[key] == first[key], key
         assert second["prefetch"] == 1
+        assert second["prefetch_reason"].startswith("auto: 1 on a CPU")
         assert second["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
 
 

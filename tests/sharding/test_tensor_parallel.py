@@ -26,7 +26,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, micro_batches, weight_error
-from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
+from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 TENSOR = 2
@@ -51,14 +51,6 @@ class TensorParallelModule(ModelModule):
 
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
-
-
-class UnequalStartModule(TensorParallelModule):
-    """Weights that only rank 0 has right."""
-
-    def configure_model(self) -> None:
-        differ_by_rank(self.model)
-        super().configure_model()
 
 
 def data_rank() -> int:
@@ -103,14 +95,6 @@ def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
         assert description["mesh"]["data_parallel"] == description["mesh"]["tensor_parallel"] == 2
         assert description["gradient_divisor"] == 2
         assert norm == pytest.approx(norms[-1].item(), rel=TOLERANCE)
-
-
-@pytest.mark.sweep
-def test_all_ranks_start_from_the_weights_of_rank_0(pool4: RankPool) -> None:
-    """Over both meshes, for what is distributed and for what stays plain."""
-    expected = plain_weights(decoder(), ACCUMULATE, CASE)
-    for weights, _, _ in pool4.run(fit_tensor_parallel, CASE, UnequalStartModule):
-        assert deviation(weights, expected) <= TOLERANCE
 
 
 class Poisoned(TensorParallelModule):
