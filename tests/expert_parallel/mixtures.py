@@ -167,13 +167,14 @@ def fit(
     number: int = NUM_EXPERTS,
     case: Case = CASE,
     callbacks: list[Callback] | None = None,
+    accumulate: int = ACCUMULATE,
     **kwargs: Any,
 ) -> Fit:
     """Runs on every rank: train a mixture, with experts on two ranks unless ``options`` say otherwise."""
     module = make(MixtureDecoder(number))
     strategy = AutomodelStrategy(**{"expert_parallel_size": 2, **options})
     data = data_of_rank(case, dist.get_world_size() // case.num_ranks)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks, **kwargs)
+    trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, callbacks=callbacks, **kwargs)
     trainer.fit(module, data)
     norm = strategy.last_step.grad_norm
     return Fit(full_weights(module.model), None if norm is None else float(norm), strategy.describe())

@@ -29,7 +29,7 @@ class Grouped(SpreadModule):
 
 def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
     check = ExactnessCheck(steps=1)
-    fit(options, Grouped, callbacks=[check], max_steps=2)
+    fit(options, Grouped, callbacks=[check], accumulate=1, max_steps=2)
     return check.verdict, check.report
 
 

@@ -125,7 +125,7 @@ def _looks_while_fitting(before: Snapshot, folder: str, is_automatic: bool) -> d
         accumulate_grad_batches=2 if is_automatic else 1,
         callbacks=[Finetuning(), WeightAveraging(), ModelCheckpoint(folder)],
         enable_checkpointing=True,
-        limit_train_batches=2,
+        limit_train_batches=2 if is_automatic else 1,
         limit_val_batches=1,
     )
     trainer.fit(Watched(), loader(), loader())

@@ -406,8 +406,10 @@ FEW = 4
 def test_like_one_process(request: pytest.FixtureRequest, hook: str, layout: str, every: int) -> None:
     """All that is right in one process is right on shards, and what is planted is found wrong."""
     planted_first, *others = WHERE[hook][0]
-    # So that two layouts that have a few each have others.
-    names = [planted_first, *others[list(LAYOUTS).index(layout) % every :: every]]
+    names = [
+        planted_first,
+        *others[list(LAYOUTS).index(layout) % every :: every],
+    ]  # other ones in each layout
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     found = wrong_snippets(pool, names, hook, LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}

@@ -124,7 +124,7 @@ def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> N
 
 def _threads_after_more_fits() -> tuple[int, int]:
     counts = []
-    for fits in (2, 3):
+    for fits in (1, 2):
         for _ in range(fits):
             make_trainer(AutomodelStrategy()).fit(Evaluates(TinyDecoder(CASE.seed).double()), loader())
         counts.append(_fewest_threads())

@@ -135,7 +135,9 @@ class ValidatesByRank(LabelledModule):
 def _stop_early(engine: str, monitor: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], int, Any]:
     module = ValidatesByRank()
     stopping = EarlyStopping(monitor, patience=1)
-    trainer = trainer_with(engine, [stopping], max_epochs=4, **settings)
+    trainer = trainer_with(
+        engine, [stopping], max_epochs=4, limit_train_batches=4, limit_val_batches=1, **settings
+    )
     trainer.fit(module, loader(), loader())
     return full_weights(module.model), stopping.stopped_epoch, trainer.callback_metrics["together"]
 
@@ -143,15 +145,16 @@ def _stop_early(engine: str, monitor: str, settings: dict[str, Any]) -> tuple[di
 @pytest.mark.parametrize("engine", ENGINES)
 def test_early_stopping(pool2: RankPool, engine: str) -> None:
     """What one rank alone sees stops all of them after the same epoch, unless `min_steps` is larger."""
+    epoch = [[0, 1, 2], [3]]
     for weights, stopped_epoch, together in pool2.run(_stop_early, engine, "by_rank", {}):
         assert stopped_epoch == 2
         assert float(together) == -1.5
-        assert_trained(weights, EPOCH * 3)
+        assert_trained(weights, epoch * 3)
     for weights, stopped_epoch, _ in pool2.run(_stop_early, engine, "together", {}):
         assert stopped_epoch == 0
-        assert_trained(weights, EPOCH * 4)
-    for weights, _, _ in pool2.run(_stop_early, engine, "by_rank", {"min_steps": 10}):
-        assert_trained(weights, [*EPOCH * 3, EPOCH[0]])
+        assert_trained(weights, epoch * 4)
+    for weights, _, _ in pool2.run(_stop_early, engine, "by_rank", {"min_steps": 7}):
+        assert_trained(weights, [*epoch * 3, epoch[0]])
 
 
 class ChecksBest(ValidatesByRank):

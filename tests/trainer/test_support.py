@@ -31,15 +31,13 @@ from tests.trainer.support import (
 )
 
 BY_DEFAULT = {
-    Cell("one process", "64-true", "manual optimization"),
     Cell("FSDP2", "16-true", "CPU offload"),
-    Cell("HSDP", "32-true", "clip by norm"),
     Cell("TP x FSDP2", "bf16-mixed", "non-finite check, norm tracked"),
     Cell("TP x FSDP2", "64-true", "compiled blocks"),
     Cell("DDP", "bf16-true", "activation checkpointing"),
     Cell("CP x HSDP", "64-true", "all-reduce once"),
 }
-"""Each kind of layout, and each precision that a machine without devices can run; the whole table is a sweep."""
+"""Of layouts and precisions those that `test_layouts.py` and `test_precision.py` lack; the whole table is a sweep."""
 
 REFUSED = {
     (
