@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -209,6 +211,30 @@ def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
         schedule = BY_RANK[name]
         expected = plain_weights(UsedByOneRank(*schedule), ACCUMULATE, CASE4)
         assert_exact(pool4.run(_fit_by_schedule, options, CASE4, UsedByOneRank, schedule), expected)
+
+
+class StopsInMidWindow(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            trainer.should_stop = True
+
+
+def _fit_after_an_abandoned_window(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = ModelModule(decoder())
+    for callbacks in ([StopsInMidWindow()], []):
+        strategy = AutomodelStrategy(**REPLICAS, **options)
+        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks)
+        trainer.fit(module, loader(CASE4))
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize(
+    "mode", ["all_reduce-kept", pytest.param("all_reduce-resharded", marks=pytest.mark.sweep)]
+)
+def test_an_abandoned_window_leaves_no_partly_reduced_gradients(pool4: RankPool, mode: str) -> None:
+    """What was reduce-scattered but never all-reduced does not reach the next fit."""
+    expected = plain_weights(decoder(), ACCUMULATE, CASE4)
+    assert_exact(pool4.run(_fit_after_an_abandoned_window, MODES[mode]), expected)
 
 
 @pytest.mark.parametrize(
