@@ -1,8 +1,7 @@
 """What happens in the middle of a window changes nothing, and never sees stale gathered parameters.
 
 Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which
-knows nothing of the swap in between. `tests/search` draws checkpoints and forwards there, and
-`tests/sharding/test_weight_averaging.py` validates with other weights.
+knows nothing of the validation or swap in between. `tests/search` draws checkpoints and forwards there.
 """
 
 from __future__ import annotations
@@ -67,6 +66,19 @@ class Swaps(Callback):
                     parameter.copy_(weight)
 
 
+class SwapsForValidation(Callback):
+    """Validates with averaged weights."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.backup = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(SWAPPED_BY)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        for parameter, weight in zip(pl_module.parameters(), self.backup, strict=True):
+            parameter.data.copy_(weight)
+
+
 class ShardedByHand(LabelledModule):
     """Shards its decoder itself, so that the strategy finds a root that it did not make."""
 
@@ -81,14 +93,20 @@ def _fit_with(
 ) -> tuple[dict[str, Tensor], list[float], set[str]]:
     module = make_module()
     swaps = Swaps(through_data=event == "swap_data")
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[swaps])
-    trainer.fit(module, loader())
+    validates = event == "validation_with_swap"
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=4,
+        callbacks=[SwapsForValidation() if validates else swaps],
+        val_check_interval=1 if validates else 1.0,
+    )
+    trainer.fit(module, loader(), loader() if validates else None)
     return full_weights(module.model), swaps.losses, swaps.kinds
 
 
 @pytest.mark.parametrize("make_module", [LabelledModule, ShardedByHand])
 @pytest.mark.parametrize("options", by_default(STRATEGIES, "kept"))
-@pytest.mark.parametrize("event", ["swap", "swap_data"])
+@pytest.mark.parametrize("event", ["validation_with_swap", "swap", "swap_data"])
 @pytest.mark.each_value
 def test_changes_nothing(
     pool2: RankPool, event: str, options: dict[str, Any], make_module: type[LabelledModule]
@@ -102,10 +120,11 @@ def test_changes_nothing(
     expected = train_plainly(WINDOWS)
     for weights, losses, kinds in pool2.run(_fit_with, event, options, make_module):
         assert weight_error(weights, expected) <= TOLERANCE
-        assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
-        assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
-        assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
-        assert kinds == {"Parameter" if "data_parallel" in options else Shard.__name__}
+        if event != "validation_with_swap":
+            assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
+            assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
+            assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
+            assert kinds == {"Parameter" if "data_parallel" in options else Shard.__name__}
 
 
 def _loss_with_swapped_initial_weights() -> float:
