@@ -1,10 +1,17 @@
 """What loaders and samplers promise: how long they are, which samples they repeat, and loaders that repeat none."""
 
 import copy
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import DistributedSampler, IterableDataset
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DistributedSampler, IterableDataset, Subset
+from typing_extensions import override
 
 from lightning_automodel.data.batches import unwrap_loader
 
@@ -13,6 +20,45 @@ _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "b
 
 class Ranks(int):
     """``num_replicas`` in ``distributed_sampler_kwargs``: samplers that have it were made by the Trainer."""
+
+
+class DrawnAlike(DistributedSamplerWrapper):
+    """Shares out what a sampler of the user's draws, which is the same on all ranks: their random states differ."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        seed = self.seed + self.epoch
+        with isolate_rng(include_cuda=False):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            return super().__iter__()
+
+
+def sampler_of_trainer(loader: Any) -> Any:
+    """The sampler that the Trainer has put into ``loader`` to share its data out, or None."""
+    sampler = innermost_sampler(loader)
+    is_of_trainer = isinstance(sampler, DistributedSampler) and isinstance(sampler.num_replicas, Ranks)
+    return sampler if is_of_trainer else None
+
+
+def subset_number(dataset: Any) -> int:
+    """A number that differs between two subsets of a data set, by their first indices; 0 of a whole data set."""
+    first: list[int] = []
+    while isinstance(dataset, Subset):
+        first += [int(index) for index in dataset.indices[:1000]]
+        dataset = dataset.dataset
+    return hash(tuple(first)) % 2**52 if first else 0
+
+
+def drawing_alike(loader: Any, sampler: Any, seed: int) -> Any:
+    """``loader``, whose ``sampler`` of the Trainer's draws by ``seed``; a copy if it shares out another sampler."""
+    sampler.seed = seed
+    if type(sampler) is not DistributedSamplerWrapper:
+        return loader
+    own = DrawnAlike.__new__(DrawnAlike)
+    vars(own).update(vars(sampler))
+    return _with_sampler(loader, sampler, own)
 
 
 def distributed_sampler(loader: Any) -> Any:

@@ -29,10 +29,13 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
+    drawing_alike,
     keeps_its_length,
     may_end_early,
     repeats,
+    sampler_of_trainer,
     sharing_out,
+    subset_number,
 )
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
@@ -90,7 +93,7 @@ class UnevenInputs:
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
 
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even, or share out another sampler.
         """
         loader, pads = self._without_repeats(unwrap_loader(loader))
         loader = self._compared(loader, pads)
@@ -124,11 +127,26 @@ class UnevenInputs:
         return sharing_out(loader, sampler, total), True
 
     def _compared(self, loader: Any, pads: bool) -> Any:
-        """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches."""
-        told = gather_objects((sized_len(loader), may_end_early(loader)), self._group)
-        lengths: list[Any] = [length for length, _ in told]
+        """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches.
+
+        The Trainer's sampler then shares out one order of the same data on all ranks.
+        """
+        sampler = sampler_of_trainer(loader)
+        seed = None if sampler is None else sampler.seed
+        subset = None if sampler is None else subset_number(loader.dataset)
+        told = gather_objects((sized_len(loader), may_end_early(loader), seed, subset), self._group)
+        lengths: list[Any] = [length for length, *_ in told]
+        if sampler is not None:
+            if len({subset for *_, subset in told}) > 1:
+                raise ValueError(
+                    f"Ranks have different subsets of the {self._stage} data, so that the Trainer's sampler would use"
+                    " some samples twice, and others not at all. Split the data alike on all ranks:"
+                    " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
+                    " have a part of its own, pass Trainer(use_distributed_sampler=False)."
+                )
+            loader = drawing_alike(loader, sampler, seed=told[0][2])
         is_known = None not in lengths
-        keep_length = is_known and not any(ends_early for _, ends_early in told)
+        keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
             return loader
         if not self.is_training:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, random_split
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
@@ -581,3 +582,45 @@ def test_resuming_on_fewer_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Pat
     epoch = [index for rows in used for index in rows] + rest[0][:5] + rest[1][:4]
     assert sorted(epoch) == list(range(25))
     assert [len(rows) for rows in rest] == [5 + 13, 4 + 12]
+
+
+def _fit_by_own_numbers(kind: str) -> list[list[int]]:
+    """Rows of each epoch on a rank whose random numbers are its own, as after ``seed_everything(seed + rank)``."""
+    rank = dist.get_rank()
+    rows: Dataset = Rows(21)
+    sampler = None
+    with pytest.MonkeyPatch.context() as patched, isolate_rng():
+        patched.setenv("PL_GLOBAL_SEED", str(rank))
+        torch.manual_seed(rank)
+        if kind == "subset":
+            rows = random_split(rows, [13, 8])[0]
+        if kind == "sampler":
+            sampler = SubsetRandomSampler(range(0, 21, 2))
+        module = SeenByEpoch()
+        trainer = make_trainer(AutomodelStrategy(), max_epochs=2, use_distributed_sampler=True)
+        torch.manual_seed(rank)  # the module has seeded all alike
+        trainer.fit(module, DataLoader(rows, batch_size=2, shuffle=sampler is None, sampler=sampler))
+    return module.epochs
+
+
+class SeenByEpoch(Trains):
+    def on_train_epoch_start(self) -> None:
+        self.seen.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs = [*getattr(self, "epochs", []), rows_of(self.seen)]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("kind", "expected"), [("shuffle", range(21)), ("sampler", range(0, 21, 2))])
+def test_ranks_draw_alike(pool2: RankPool, kind: str, expected: range) -> None:
+    """Also where their seeds and random states differ; each epoch has another order."""
+    results = pool2.run(_fit_by_own_numbers, kind)
+    for epoch in range(2):
+        assert sorted(index for result in results for index in result[epoch]) == list(expected)
+    assert results[0][0] != results[0][1]
+
+
+def test_subsets_that_differ_are_refused(pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"different subsets of the train data.*generator="):
+        pool2.run(_fit_by_own_numbers, "subset")
