@@ -155,6 +155,8 @@ class TrainingRun:
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
         log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
+        if host_group.size() > 1:
+            lightning_internals.reduce_metrics_in_one_order(module.trainer, self.patches)
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
             log = self.inputs.leave_padding_out(log)

@@ -5,6 +5,8 @@
 import inspect
 import signal
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -138,6 +140,20 @@ def is_trainer_drawing() -> bool:
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+
+
+def reduce_metrics_in_one_order(trainer: Trainer, patches: PatchStack) -> None:
+    """Reduce what was logged over an epoch in the order of its names: ranks may have logged it in another order."""
+
+    def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
+        if not on_step:
+            for _, result in sorted(results.valid_items(), key=itemgetter(0)):
+                results._get_cache(result, on_step)  # keeps what it has reduced
+        return metrics(on_step)
+
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        patches.set(loop._results, "metrics", partial(metrics_of, loop._results, loop._results.metrics))
 
 
 def compute_metrics_again(trainer: Trainer) -> None:
