@@ -51,7 +51,7 @@ def subset_number(dataset: Any) -> int:
     return hash(tuple(first)) % 2**52 if first else 0
 
 
-def drawing_alike(loader: Any, sampler: Any, seed: int) -> Any:
+def drawing_alike(loader: Any, sampler: Any, seed: Any) -> Any:
     """``loader``, whose ``sampler`` of the Trainer's draws by ``seed``; a copy if it shares out another sampler."""
     sampler.seed = seed
     if type(sampler) is not DistributedSamplerWrapper:

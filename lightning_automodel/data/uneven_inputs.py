@@ -144,7 +144,7 @@ class UnevenInputs:
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            loader = drawing_alike(loader, sampler, seed=told[0][2])
+            loader = drawing_alike(loader, sampler, told[0][2])
         is_known = None not in lengths
         keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):

@@ -6,7 +6,6 @@ import inspect
 import signal
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -147,8 +146,12 @@ def reduce_metrics_in_one_order(trainer: Trainer, patches: PatchStack) -> None:
 
     def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
         if not on_step:
-            for _, result in sorted(results.valid_items(), key=itemgetter(0)):
-                results._get_cache(result, on_step)  # keeps what it has reduced
+            logged = dict(results)
+            results.clear()
+            results.update(sorted(logged.items()))
+            metrics(on_step)  # each result keeps what it was reduced to
+            results.clear()
+            results.update(logged)
         return metrics(on_step)
 
     epoch_loop = trainer.fit_loop.epoch_loop
