@@ -98,15 +98,17 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
         f"--nproc-per-node={cases[0].ranks}",
     ]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
-    # The first fit of a process also brings code and libraries into memory.
-    arguments = [__file__, "--cases", json.dumps([asdict(case) for case in (cases[0], *cases)])]
+    # The first fit of a process in a precision also brings code and libraries into memory.
+    first = list({case.precision: case for case in reversed(cases)}.values())
+    arguments = [__file__, "--cases", json.dumps([asdict(case) for case in (*first, *cases)])]
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return [first | second for first, second in zip(lines[2::2], lines[3::2], strict=True)]
+    measured = lines[2 * len(first) :]
+    return [memory | sent for memory, sent in zip(measured[::2], measured[1::2], strict=True)]
 
 
 def plan(case: Case) -> Plan:
