@@ -1,7 +1,6 @@
 """What ranks tell each other where a window ends: its sums, and in which batch and with which units they end it."""
 
 from collections import deque
-from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -67,7 +66,7 @@ class RankAgreement:
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
         """
         number = ((window.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
-        uses = list(map(window.used.__contains__, parameters))
+        uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         is_pinned = self._device.type != "cpu"
         numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
@@ -81,10 +80,10 @@ class RankAgreement:
             event = torch.accelerator.current_stream().record_event()
             self._unchecked.append((own, on_host, num_ranks, event))
             self.check_earlier(waits=False)
-        unused: list[nn.Parameter] = []
-        if others.device.type == "cpu" or not all(uses):
-            unused = list(compress(parameters, (others[2:] == 0).tolist()))
-        return totals, unused
+        if all(uses):
+            return totals, []  # without reading the device
+        num_uses = zip(parameters, others[2:].tolist(), strict=True)
+        return totals, [parameter for parameter, number in num_uses if number == 0]
 
     def _all_reduce(self, sums: Tensor, numbers: Tensor, has_uses: bool) -> tuple[Tensor, Tensor, int]:
         """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, the latter over how many ranks.

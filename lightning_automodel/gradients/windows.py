@@ -217,10 +217,7 @@ class GradientWindows:
 
     def _begin(self, key: Optimizer | None, expected: Count) -> Window:
         """Open a window. Raises RuntimeError if it would hold parameters of an open one."""
-        if key is None:
-            optimizers = self.optimizers
-        else:
-            optimizers = [key]
+        optimizers = self.optimizers if key is None else [key]
         sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
         window = Window(key, optimizers, self.scaling.start_window(expected), sums)
         for other in self.unfinished.values():
@@ -347,8 +344,7 @@ class GradientWindows:
             self.scaling.window_ended(window.optimizers, totals[0])
         self.measured.difference_update(window.optimizers)
         for optimizer in window.optimizers:
-            before = self.since_step.get(optimizer)
-            self.since_step[optimizer] = totals if before is None else before + totals
+            self.since_step[optimizer] = self.since_step.get(optimizer, 0) + totals
         if window.optimizers:
             totals = self.since_step[window.optimizers[0]]
         self.last_step = self.weighting.report(totals)
