@@ -1,5 +1,6 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
@@ -699,10 +700,11 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Any:
         """Run the window's last micro-batch (``closure``), let hooks see the final gradients, clip, step.
 
-        A collective. Raises RuntimeError if the gradients of ``optimizer`` are not final.
+        A collective. Raises RuntimeError if the gradients of ``optimizer`` are not final, or if it calls ``closure``
+        again where that is a part of the window.
         """
         run = self._required_run
-        run_closure = partial(run.run_closure, closure, optimizer)
+        run_closure = partial(run.run_closure, closure, optimizer, itertools.count())
         output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         if optimizer in run.windows.since_step:
             run.windows.stepped(optimizer)  # a gradient scaler has skipped the step

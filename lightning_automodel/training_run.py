@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -240,7 +240,7 @@ class TrainingRun:
         for optimizer in optimizers:
             self.parameters.give_shards(optimizer)
             self.parameters.check_optimizer(optimizer)
-        checks.check_optimizers(optimizers, self._mesh.sizes.divisor)
+        checks.check_optimizers(optimizers)
         checks.check_order(self.parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
@@ -267,17 +267,26 @@ class TrainingRun:
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
-    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        """Run a step's closure: under automatic optimization, the window's last forward and backward."""
+    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer, calls: Iterator[int]) -> Any:
+        """Run a step's closure: under automatic optimization, the window's last forward and backward.
+
+        ``calls`` numbers the calls of one step. Raises RuntimeError in the second one if windows have several
+        micro-batches.
+        """
         if not self.module.automatic_optimization:
             result = closure()
         else:
+            if next(calls) > 0 and self.module.trainer.accumulate_grad_batches > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} computes gradients again within one step, for which Lightning"
+                    " repeats only the last micro-batch of the accumulation window. Pass"
+                    " accumulate_grad_batches=1, and larger batches."
+                )
             with self.micro_batches.communicating(ends_window=True):
                 result = closure()
-            report = self.windows.last_step
-            if isinstance(result, Tensor) and report is not None:
+            if isinstance(result, Tensor) and self.windows.last_step is not None:
                 # That of the window over all ranks, not of this rank's micro-batch.
-                result = report.loss.to(result.dtype)
+                result = self.windows.last_loss.to(result.dtype)
         scaler = self.windows.scaling.scaler
         if scaler is not None and (result is not None or not self.module.automatic_optimization):
             self.steps.check(optimizer)

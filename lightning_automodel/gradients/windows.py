@@ -80,6 +80,7 @@ class GradientWindows:
         toggled: Whose window the next backwards belong to; None: to that of all optimizers.
         unfinished: The open windows, by toggled optimizer.
         last_step: The report on the last step, or on the one that comes next, so far.
+        last_loss: [] the mean loss of the last window, of several that a step may be made of.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
         agreement: Sums up what ranks have in a window, and compares where they end it.
@@ -345,6 +346,7 @@ class GradientWindows:
         self.measured.difference_update(window.optimizers)
         for optimizer in window.optimizers:
             self.since_step[optimizer] = self.since_step.get(optimizer, 0) + totals
+        self.last_loss = totals[1] / totals[0]
         if window.optimizers:
             totals = self.since_step[window.optimizers[0]]
         self.last_step = self.weighting.report(totals)

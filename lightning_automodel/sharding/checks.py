@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
@@ -143,8 +143,8 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
                 )
 
 
-def check_optimizers(optimizers: list[Optimizer], divisor: int) -> None:
-    """Raise ValueError for optimizers that each of several ranks would step otherwise, or that spread their states."""
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Raise ValueError for optimizers that spread their states over ranks."""
     for optimizer in optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
             name = type(optimizer).__name__
@@ -152,11 +152,6 @@ def check_optimizers(optimizers: list[Optimizer], divisor: int) -> None:
                 f"{name} spreads its states over ranks by itself, so that no checkpoint could have them: return"
                 " the optimizer that it wraps from configure_optimizers, and pass data_parallel='fsdp2', which"
                 " spreads states of any optimizer."
-            )
-        if isinstance(optimizer, LBFGS) and divisor > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} chooses its step from the loss of each rank alone, so"
-                f" {divisor} ranks would diverge: choose a first-order optimizer or one rank."
             )
 
 

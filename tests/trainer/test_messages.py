@@ -173,7 +173,10 @@ REFUSED = {
         "their parameters in another order on each rank: number 0 of SGD 0 is model.",
         " on rank 0 and model.",
     ),
-    "lbfgs": refused(SecondOrder, "LBFGS chooses its step from the loss of each rank alone, so 2 ranks"),
+    "lbfgs": refused(
+        *(SecondOrder, "LBFGS computes gradients again within one step", "Pass accumulate_grad_batches=1"),
+        settings={"accumulate_grad_batches": 2},
+    ),
     "spread_states": refused(
         *(SpreadsItsStates, "ZeroRedundancyOptimizer spreads its states", "data_parallel='fsdp2'"),
         options=DDP,
