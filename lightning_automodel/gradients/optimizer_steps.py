@@ -170,7 +170,7 @@ class OptimizerSteps:
         if any(parameter.grad is not None for parameter in unsynchronised):
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
-                " which DistributedDataParallel does not synchronise here, so ranks would diverge. Call"
+                " which nobody averages over ranks, so that these would diverge. Call"
                 " self.manual_backward(loss) instead; under automatic optimization, return the sum of the"
                 " losses."
             )

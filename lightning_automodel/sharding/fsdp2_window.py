@@ -188,6 +188,11 @@ class FSDP2Window(PhasedEngine):
             # FSDP2 writes gradients of shards itself, past their hooks.
             self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
 
+    @override
+    def _note_foreign(self) -> None:
+        if self._group is not None:  # FSDP2 averages gradients of shards alone
+            self.unsynchronised.update(leaf for leaf in self.reached if not hasattr(leaf, "shard"))
+
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.backward is None and not self._is_replaying:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -126,19 +126,36 @@ class PlainBackwardAfterwards(LabelledModule):
         (self.model.head.weight * (1 + dist.get_rank())).sum().backward()
 
 
-def _refused_under_ddp() -> list[str]:
-    """Of a plain backward in a training step, and of one in a hook."""
+class PlainBackwardOfAScalar(PlainBackward):
+    """FSDP2 neither shards a scalar nor averages its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch), num_label_tokens=1)
+        (self.scale * (1 + dist.get_rank())).backward()
+        optimizer.step()
+
+
+def _refused() -> list[str]:
+    """Of a plain backward in a training step, of one in a hook, and of one under FSDP2."""
     return [
         refusal(make_trainer(AutomodelStrategy(**DDP)), PlainBackward(), _batches(2)),
         refusal(make_trainer(AutomodelStrategy(data_parallel="ddp")), PlainBackwardAfterwards(), loader()),
+        refusal(make_trainer(AutomodelStrategy()), PlainBackwardOfAScalar(), _batches(2)),
     ]
 
 
-def test_plain_backward_raises_under_ddp(pool2: RankPool) -> None:
+def test_a_plain_backward_of_what_nobody_averages_raises(pool2: RankPool) -> None:
     """Ranks would drift apart."""
-    for in_step, in_hook in pool2.run(_refused_under_ddp):
+    for in_step, in_hook, of_scalar in pool2.run(_refused):
         assert "Call self.manual_backward(loss) instead" in in_step
         assert "under automatic optimization, return the sum of the losses" in in_hook
+        assert "1 parameters of SGD have gradients of a plain loss.backward()" in of_scalar
 
 
 class GradientsByHand(Recipe):
