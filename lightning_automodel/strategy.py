@@ -147,7 +147,7 @@ class AutomodelStrategy(ParallelStrategy):
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which
             rank 0 needs host memory for the whole state. None: a directory if the model is sharded over
-            several ranks, and the Trainer has no ``CheckpointIO`` plugin, which writes files.
+            several ranks, and the Trainer has no ``CheckpointIO`` plugin (but Lightning's own).
         uneven_inputs: What happens if a rank's training data, from samplers or streams of your own, ends
             before another's. ``"error"``: every rank raises. ``"pad"``: it goes on with padding batches,
             whose losses have no weight, until all have ended (docs/unequal_data.md says what else counts).

@@ -1,6 +1,5 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, update_wrapper
 from typing import Any
@@ -149,8 +148,7 @@ class TrainingRun:
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
-        self.patches.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
+        self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders")
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )

@@ -42,6 +42,15 @@ def sampler_of_trainer(loader: Any) -> Any:
     return sampler if is_of_trainer else None
 
 
+def replaces_within(loader: Any, sampler: Any) -> bool:
+    """Whether the ``sampler`` of the Trainer's shuffles in place of one in a batch sampler of the user's.
+
+    Lightning does not say which one that was: it may have drawn a part of the data, or in order.
+    """
+    package = type(loader.batch_sampler).__module__.partition(".")[0]
+    return type(sampler) is DistributedSampler and sampler.shuffle and package not in _KEEP_THEIR_LENGTH
+
+
 def subset_number(dataset: Any) -> int:
     """A number that differs between two subsets of a data set, by their first indices; 0 of a whole data set."""
     first: list[int] = []

@@ -33,6 +33,7 @@ from lightning_automodel.data.samplers import (
     keeps_its_length,
     may_end_early,
     repeats,
+    replaces_within,
     sampler_of_trainer,
     sharing_out,
     subset_number,
@@ -145,6 +146,12 @@ class UnevenInputs:
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
             loader = drawing_alike(loader, sampler, told[0][2])
+            if replaces_within(loader, sampler):
+                self._say(
+                    f"The Trainer has put its own sampler, which shuffles all of the {self._stage} data, into"
+                    f" {type(loader.batch_sampler).__name__}. If yours draws a part of the data, or in"
+                    " order, pass Trainer(use_distributed_sampler=False) and let each rank draw its own part."
+                )
         is_known = None not in lengths
         keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):

@@ -1,5 +1,6 @@
 """What is replaced on objects of Lightning, torch and users: one stack that restores it."""
 
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,6 +30,18 @@ class PatchStack(ExitStack):
         else:
             self.callback(_uncover, target, name)
         setattr(target, name, value)
+
+    def ignore_warnings(self, text: str) -> None:
+        """Show no warning that begins with ``text``. Filters that other code adds meanwhile stay."""
+        warnings.filterwarnings("ignore", text)
+        own = warnings.filters[0]
+
+        def show_again() -> None:
+            filters: Any = warnings.filters
+            if own in filters:
+                filters.remove(own)
+
+        self.callback(show_again)
 
     def restore(self) -> None:
         """Undo everything since the last restore. Calling it again changes nothing."""

@@ -4,7 +4,6 @@ A checkpoint is of the moment of its save. Gradients are not saved: of what is s
 window, the fit begins the window again.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -277,10 +276,7 @@ class Resume:
         snapshot.restore_flags(self._module, unfrozen)
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
-        self._patches.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
-        )
+        self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = loops.Position(**loaded["at"])

@@ -15,7 +15,14 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SubsetRandomSampler,
+    random_split,
+)
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
@@ -624,3 +631,29 @@ def test_ranks_draw_alike(pool2: RankPool, kind: str, expected: range) -> None:
 def test_subsets_that_differ_are_refused(pool2: RankPool) -> None:
     with pytest.raises(RankError, match=r"different subsets of the train data.*generator="):
         pool2.run(_fit_by_own_numbers, "subset")
+
+
+class OwnBatches(BatchSampler):
+    """Lightning makes it anew around its own sampler, and does not look at the one that it had."""
+
+
+def _in_batches(batches: type[BatchSampler]) -> tuple[list[int], str]:
+    """Rows of this rank, and what the run warned of."""
+    module = Trains()
+    trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True)
+    loader: dict[str, Any] = {"batch_size": 2, "shuffle": True}
+    if batches is OwnBatches:
+        loader = {"batch_sampler": OwnBatches(SubsetRandomSampler(range(0, 21, 2)), 2, drop_last=False)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(Rows(21), **loader))
+    return rows_of(module.seen), "".join(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("batches", [BatchSampler, OwnBatches])
+def test_a_sampler_that_was_replaced_in_a_batch_sampler_is_told_of(
+    pool2: RankPool, batches: type[BatchSampler]
+) -> None:
+    seen, told = zip(*pool2.run(_in_batches, batches), strict=True)
+    assert sorted(seen[0] + seen[1]) == list(range(21))
+    assert ("shuffles all of the train data, into OwnBatches" in told[0]) == (batches is OwnBatches)

@@ -40,7 +40,9 @@ SCALE = 1e-9
 RIGHT = "right"
 REFUSED = "refused"
 OWN_ERROR = "own error"
-REFUSALS = ("chooses its step from the loss", "keeps sharded tensors in objects that are no dicts")
+SEVERAL_CLOSURES = ("torch.optim.LBFGS", "pytorch_optimizer.lbfgs")
+"""Their windows have one micro-batch of each rank, so that one rank cannot resume them."""
+REFUSALS = ("is an object that holds sharded tensors",)
 
 
 def names() -> list[str]:
@@ -102,6 +104,11 @@ class AnyOptimizer(ModelModule):
         return make(self.name, self)
 
 
+def accumulate(name: str) -> int:
+    """Micro-batches of each rank in a window."""
+    return 1 if name in SEVERAL_CLOSURES else ACCUMULATE
+
+
 def train_alone(
     name: str, case: Case, resumes: bool, seed: int = 0, rounding: float = 0.0
 ) -> tuple[dict[str, Tensor], float]:
@@ -126,7 +133,7 @@ def train_alone(
             optimizer = make(name, module)
             optimizer.load_state_dict(state)
             keep_dtypes(optimizer, state)
-        for window in windows(case, ACCUMULATE):
+        for window in windows(case, accumulate(name)):
             step_alone(module, optimizer, case, window)
     dtypes = {state.dtype for state in tensors_in(dict(optimizer.state)) if state.ndim > 0}
     return full_weights(module), 1e-7 if torch.float32 in dtypes else 1e-15
@@ -169,7 +176,7 @@ def train_sharded(
     trainer = make_trainer(
         AutomodelStrategy(optimizer_step=step),
         precision="64-true",
-        accumulate_grad_batches=ACCUMULATE * num_parts,
+        accumulate_grad_batches=accumulate(name) * num_parts,
         max_epochs=num_epochs,
     )
     resumes = num_epochs == NUM_EPOCHS
@@ -198,6 +205,8 @@ def train_and_resume(pools: list[RankPool], name: str, case: Case, step: str, re
 def outcome(pools: list[RankPool], name: str, step: str) -> tuple[str, str]:
     """What becomes of an optimizer, and a note."""
     case = dataclasses.replace(CASE, num_ranks=pools[0].num_ranks)
+    if name in SEVERAL_CLOSURES:
+        pools = pools[:1]
     start = full_weights(AnyOptimizer(name))
     try:
         expected, epsilon = train_alone(name, case, resumes=False)

@@ -1,5 +1,7 @@
 """The undo stack for what is replaced on foreign objects."""
 
+import warnings
+
 import pytest
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
@@ -39,6 +41,21 @@ def test_restore_twice_and_after_a_foreign_removal() -> None:
         patches.restore()
         assert target.step() == "class"
         assert vars(target) == {}
+
+
+def test_filters_that_others_add_meanwhile_stay() -> None:
+    patches = PatchStack()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patches.ignore_warnings("known")
+        warnings.filterwarnings("ignore", "of the user")
+        for text in ("known", "of the user"):
+            warnings.warn(text, stacklevel=1)
+        assert not caught
+        patches.restore()
+        for text in ("known", "of the user"):
+            warnings.warn(text, stacklevel=1)
+    assert [str(each.message) for each in caught] == ["known"]
 
 
 def test_what_nobody_would_call_is_refused() -> None:
