@@ -650,6 +650,7 @@ def _in_batches(batches: type[BatchSampler]) -> tuple[list[int], str]:
     return rows_of(module.seen), "".join(str(each.message) for each in caught)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("batches", [BatchSampler, OwnBatches])
 def test_a_sampler_that_was_replaced_in_a_batch_sampler_is_told_of(
     pool2: RankPool, batches: type[BatchSampler]
