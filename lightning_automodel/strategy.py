@@ -915,7 +915,11 @@ class AutomodelStrategy(ParallelStrategy):
         """
         module = self._module
         if self.world_size > 1 and not dist.is_initialized():
-            self._saver.refuse(filepath)
+            self._saver.refuse(
+                filepath,
+                "this process is no rank, since it has launched them, or left their process group. Save in hooks of"
+                " callbacks or the module; the ranks have called on_exception themselves",
+            )
             return
         is_together = self._meet_to_save()
         ranks = None

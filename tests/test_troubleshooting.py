@@ -46,7 +46,6 @@ NOT_MESSAGES = {
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state, and what else is kept (… MiB)": "in describe()",
     "one rank reduces nothing": "in describe()",
-    "Raised by rank … on ….": "a note below an exception",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
     "FSDP does not support deepcopy": "torch's own message, which ours explains",

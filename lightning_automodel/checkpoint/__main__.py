@@ -4,20 +4,20 @@ import argparse
 import importlib
 import json
 import sys
-from typing import Any
 
 import torch
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import describe
 from lightning_automodel.checkpoint.export import export_hugging_face
-from lightning_automodel.checkpoint.reading import consolidate, open_tree
+from lightning_automodel.checkpoint.reading import consolidate
+from lightning_automodel.checkpoint.shard_directory import open_checkpoint
 from lightning_automodel.checkpoint.state_dict import STATES
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 _INSPECT_EXAMPLES = """the usual cases:
   inspect checkpoints/last.ckpt             what it holds, and whether any of it is missing or has changed
-  inspect checkpoints/*.ckpt                the same of several
+  inspect s3://bucket/last.ckpt --trust     the same of one that holds classes of your own
   inspect s3://bucket/last.ckpt | jq .epoch for a program
 """
 _EXPORT_EXAMPLES = """the usual cases, for a LightningModule named Writer in train.py:
@@ -31,12 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command, with ``arguments`` in place of this process's; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        return parsed.run(parsed)
+        parsed.run(parsed)
     except Exception as error:  # a file that another program wrote can raise anything
         line = " ".join(describe(error).split())
-    # It quotes names from files of unknown origin, which must not control the terminal.
-    print(f"error: {repr(line)[1:-1]}", file=sys.stderr)
-    return 1
+        # It quotes names from files of unknown origin, which must not control the terminal.
+        print(f"error: {repr(line)[1:-1]}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,14 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     export.epilog = _EXPORT_EXAMPLES
     for command in (inspect, one_file, export):
         command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_argument("path", help="the checkpoint; local, or a URL")
         command.add_argument(
             "--trust",
             action="store_true",
             help="run the code that the checkpoint may hold: only if you trust its source",
         )
-    inspect.add_argument("paths", nargs="+", help="checkpoints; local, or URLs")
     for command in (one_file, export):
-        command.add_argument("path", help="the checkpoint; local, or a URL")
         command.add_argument("out", help="what to write; a local path that does not exist yet")
     export.add_argument(
         "--class",
@@ -82,43 +82,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(parsed: argparse.Namespace) -> int:
-    status = 0
-    for path in parsed.paths:
-        report: dict[str, Any] = {"path": path, "problem": None}
-        try:
-            tree = open_tree(paths.normalize(path), not parsed.trust, checks_shards=True)
-            report |= {
-                "lightning": tree.get("pytorch-lightning_version"),
-                "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
-                "epoch": tree.get("epoch"),
-                "global_step": tree.get("global_step"),
-                "rest": sorted(str(key) for key in tree if key not in STATES),
-            }
-        except Exception as error:  # see main
-            report["problem"] = describe(error)
-            status = 1
-        print(json.dumps(report, indent=1, default=str))
-    return status
+def _inspect(parsed: argparse.Namespace) -> None:
+    tree, shards = open_checkpoint(paths.normalize(parsed.path), not parsed.trust)
+    if shards is not None:
+        shards.check()
+    report = {
+        "lightning": tree.get("pytorch-lightning_version"),
+        "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
+        "epoch": tree.get("epoch"),
+        "global_step": tree.get("global_step"),
+        "rest": sorted(str(key) for key in tree if key not in STATES),
+    }
+    print(json.dumps(report, indent=1, default=str))
 
 
-def _consolidate(parsed: argparse.Namespace) -> int:
+def _consolidate(parsed: argparse.Namespace) -> None:
     consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
     print(f"Wrote {parsed.out}")
-    return 0
 
 
-def _export(parsed: argparse.Namespace) -> int:
+def _export(parsed: argparse.Namespace) -> None:
     path = paths.normalize(parsed.path)
     weights_only = not parsed.trust
-    open_tree(path, weights_only)  # which compares a file with its checksums; entries are, as they are read
+    open_checkpoint(
+        path, weights_only
+    )  # which compares a file with its checksums; entries are, as they are read
     place, _, name = parsed.module_class.rpartition(".")
     module_class = getattr(importlib.import_module(place), name)
     module = module_class.load_from_checkpoint(path, map_location="cpu", weights_only=weights_only)
     dtype = parsed.dtype and getattr(torch, parsed.dtype)
     export_hugging_face(module, parsed.out, dtype=dtype, adapter_only=parsed.adapter_only, prefix=parsed.key)
     print(f"Wrote {parsed.out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _chosen(module: nn.Module, prefix: str | None) -> Any:
     chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
     if len(chosen) == 1:
         return chosen[0]
-    known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models)
+    known = ", ".join(f"{name}. ({type(model).__name__})" for name, model in models)
     raise CheckpointError(
         f"the models of transformers and PEFT in {type(module).__name__} are: {known or 'none'}. Choose one by its"
         " prefix (--key on the command line, prefix= in Python). from_pretrained reads no other; for torch.load,"
@@ -114,14 +114,9 @@ def _is_a(model: nn.Module, *names: str) -> bool:
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
-def _class_name(model: nn.Module) -> str:
-    # FSDP2 gives each module that it shards a subclass of its class, with this prefix in its name.
-    return type(model).__name__.removeprefix("FSDP")
-
-
 def _check(model: Any, adapter_only: bool) -> None:
     """Refuse what ``save_pretrained`` would not write as asked, or only refuse after a long training."""
-    name = _class_name(model)
+    name = type(model).__name__
     adapters = getattr(model, "peft_config", None) or {}
     if adapter_only != bool(adapters):
         raise CheckpointError(

@@ -21,8 +21,7 @@ from lightning_automodel.checkpoint.state_dict import (
     model_state,
     under_own_names,
 )
-from lightning_automodel.checkpoint.tree import Entry, mapped
-from lightning_automodel.checkpoint.tree import Path as TreePath
+from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
@@ -63,7 +62,6 @@ class CheckpointLoader:
         """
         place = paths.normalize(collectives.broadcast_object(path, 0))
         self._what = f"Cannot load {place}"
-        loaded: dict[str, Any] = {}
         with on_every_rank(self._what):
             if type(io) is not TorchCheckpointIO:
                 # A copy, since the plugin may keep the dict that it returned.
@@ -104,7 +102,6 @@ class CheckpointLoader:
         do not match, every rank raises :class:`CheckpointError`.
         """
         module.zero_grad()  # ends open windows, in case a hook loads weights within a fit
-        tree: dict[str, Any] = {}
         with on_every_rank(self._what):
             self._own = model_state(module)
             tree = {MODEL: checkpoint[MODEL]}
@@ -141,7 +138,6 @@ class CheckpointLoader:
             for name, value in checkpoint.get(MODEL, {}).items()
             if isinstance(value, Tensor)
         }
-        states = self._read({OPTIMIZERS: checkpoint.get(OPTIMIZERS)})[OPTIMIZERS]
         with on_every_rank(self._what):
             if self._loops != repr(checkpoint.get("loops")):
                 raise CheckpointError(
@@ -150,8 +146,9 @@ class CheckpointLoader:
                     " from the weights, load them in the module (load_from_checkpoint) and call fit"
                     " without ckpt_path"
                 )
+            states = checkpoint.get(OPTIMIZERS)
             # None, if a hook has emptied the list.
-            for named, state in zip(self._named, states, strict=bool(states)):
+            for named, state in zip(self._named, states or (), strict=bool(states)):
                 load_state(named, state, saved_dtypes)
 
     def _states(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> list[dict[str, Any]]:
@@ -178,7 +175,7 @@ class CheckpointLoader:
 
     def _read(self, tree: dict[str, Any]) -> dict[str, Any]:
         """``tree`` with values, for each rank its part of what is to be sharded. A collective."""
-        read: list[tuple[str, Tensor]] = []
+        targets: dict[str, Tensor] = {}
 
         def place(path: TreePath, leaf: Any) -> Any:
             if isinstance(leaf, Entry) and leaf.value is not None:
@@ -188,21 +185,16 @@ class CheckpointLoader:
             into = self._target(path, leaf)
             if into is None:
                 return leaf
-            if isinstance(leaf, Entry):
-                read.append((leaf.key, into))
-            else:
+            if isinstance(leaf, Entry) and leaf.key not in targets:
+                targets[leaf.key] = into
+            else:  # values, or an entry under a second name, which reads itself
                 write_part(into, leaf)
             return into
 
-        filled: dict[str, Any] = {}
         with on_every_rank(self._what):
-            filled = mapped(tree, place)
-        targets = dict(read)
+            filled: dict[str, Any] = mapped(tree, place)
         if self._shards is not None:
             self._shards.read(targets)
-        for key, into in read:
-            if into is not targets[key]:  # under two names
-                into.copy_(targets[key])
         return filled
 
     def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:

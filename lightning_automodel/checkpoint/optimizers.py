@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, Path, leaves, mapped, moved
+from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals.torch import without_wrappers
@@ -65,7 +65,7 @@ class NamedOptimizer:
         """Its state by name, with its own tensors; empty for Lightning's mock optimizer."""
         return renamed(self.optimizer.state_dict(), dict(enumerate(self.names)))
 
-    def parameter_like(self, path: Path, tensor: Tensor) -> Tensor | None:
+    def parameter_like(self, path: TreePath, tensor: Tensor) -> Tensor | None:
         """The parameter that a ``tensor`` of the state belongs to, if that is sharded like it.
 
         It has the same shape, and is not stepped whole. The path leads into a parameter's state.
@@ -120,7 +120,7 @@ def _digest(leaf: Any) -> str:
     return f"{list(leaf.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
 
 
-def _without_values(_: Path, leaf: Any) -> Any:
+def _without_values(_: TreePath, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.dim() == 0:  # such as counters, which every rank writes

@@ -85,17 +85,13 @@ def prepare_place(path: str) -> str:
         filesystem.makedirs(above, exist_ok=True)
     if not is_local(path):
         return f"{path}/{temporary_name()}"
-    _check_replaceable(Path(path))
-    return f"{above}/{temporary_name()}"
-
-
-def _check_replaceable(path: Path) -> None:
-    """Raise CheckpointError if a save to ``path`` would replace a directory that is not a checkpoint."""
-    if _is_folder(path) and any(path.iterdir()) and not (path / ".metadata").exists():
+    target = Path(path)
+    if _is_folder(target) and any(target.iterdir()) and not (target / ".metadata").exists():
         raise CheckpointError(
             "it is a directory, but not a checkpoint (it has no .metadata), and saving would replace it:"
             f" choose another path, such as {path}/last.ckpt"
         )
+    return f"{above}/{temporary_name()}"
 
 
 def new_local_target(path: str | Path) -> Path:
@@ -115,7 +111,10 @@ def remove(path: str) -> None:
         if os.path.lexists(path):
             aside = Path(path).with_name(temporary_name())
             os.rename(path, aside)
-            discard(aside)
+            if _is_folder(aside):
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.unlink()
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
@@ -166,14 +165,6 @@ def link(target: Path, name: Path) -> None:
         temporary = name.with_name(temporary_name())
         os.symlink(os.path.relpath(target, name.parent), temporary)
         replace(temporary, name)
-
-
-def discard(path: Path) -> None:
-    """Remove a file or directory that is not a checkpoint, or no longer one, if it exists."""
-    if _is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _is_folder(path: Path) -> bool:

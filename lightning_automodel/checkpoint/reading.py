@@ -18,19 +18,6 @@ from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite
 
 
-def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False) -> dict[str, Any]:
-    """A checkpoint of either form; what lies in shards is read when it is used (:class:`.Entry`). Not a collective.
-
-    A file is compared with its checksums, and a directory if that ``checks_shards``. Raises CheckpointError if
-    the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
-    """
-    with on_this_rank(f"Cannot load {path}"):
-        tree, shards = open_checkpoint(path, weights_only)
-        if checks_shards and shards is not None:
-            shards.check()
-        return tree
-
-
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
 
@@ -40,8 +27,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     ids by order.
     """
     target = paths.new_local_target(out)
-    with on_this_rank(f"Cannot load {path}"):
-        _, shards = open_checkpoint(path, weights_only)
+    _, shards = open_checkpoint(path, weights_only)
     if shards is None:
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=paths.TEMPORARY) as folder:

@@ -18,7 +18,6 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
@@ -30,6 +29,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.sharding.units import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -240,30 +240,23 @@ class CheckpointSaver:
     def save_alone(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO) -> None:
         """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
 
-        For a sharded model it logs an error. It does not raise one, which would hide the failure.
+        That of a sharded model is refused.
         """
         if self.is_sharded or self.as_directory:
-            self._keeps_older = True
-            log.error(
-                "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
-                " failure. Save regularly, with ModelCheckpoint.",
-                path,
+            self.refuse(
+                path, "all ranks save shards together, which they cannot after a failure. Save regularly"
             )
         elif group_rank() == 0:
             target = paths.normalize(path)
             paths.prepare_place(target)
             _file_saver(io, None)(checkpoint, target)
 
-    def refuse(self, path: str | Path) -> None:
-        """Say that this process, which is no rank, saves nothing. Not a collective.
+    def refuse(self, path: str | Path, why: str) -> None:
+        """Say why this process saves nothing. Not a collective.
 
         RuntimeError, or an error in the log while an exception is handled, which another one would hide.
         """
-        text = (
-            f"No checkpoint was written at {path}: this process is no rank, since it has launched them, or left"
-            " their process group. Save in hooks of callbacks or the module; the ranks have called on_exception"
-            " themselves."
-        )
+        text = f"No checkpoint was written at {path}: {why}."
         if sys.exc_info()[1] is None:
             raise RuntimeError(text)
         self._keeps_older = True
@@ -324,7 +317,9 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
     if not isinstance(saved, dict):
         return
     parts = [
-        name for name, value in saved.items() if any(_is_sharded_module(leaf) for *_, leaf in leaves(value))
+        name
+        for name, value in saved.items()
+        if any(isinstance(leaf, nn.Module) and is_sharded(leaf) for *_, leaf in leaves(value))
     ]
     if parts:
         checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}
@@ -334,10 +329,6 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
             f" {', '.join(f'{name}={name}' for name in parts)}). Without this note:"
             f" self.save_hyperparameters(ignore={parts})."
         )
-
-
-def _is_sharded_module(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(isinstance(weight, DTensor) for weight in value.parameters())
 
 
 def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict[str, Any], str], None]:

@@ -35,8 +35,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
-from lightning_automodel.checkpoint.tree import Entry, mapped, mapped_by_key
-from lightning_automodel.checkpoint.tree import Path as TreePath
+from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped, mapped_by_key
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank
@@ -166,7 +165,6 @@ def prepare_shards(
     what = f"Cannot save {path}"
     folder = ""
     content = io.BytesIO()
-    shards: dict[str, Tensor | None] = {}
     with on_every_rank(what):
         tree, shards = taken_apart(checkpoint)
         if group_rank() == 0:
@@ -269,7 +267,10 @@ class ShardDirectory(FileSystemReader):
             return leaf  # without values, of somebody's own
         if getattr(saved, "size", None) != leaf.shape:  # the dtype is compared when it is read
             raise CheckpointError(f"{METADATA} and {REST} do not agree on {key}")
-        return Entry.of(leaf, key, self.read_all)
+        entry = leaf.as_subclass(Entry)
+        entry.key = key
+        entry.reader = self.read_all
+        return entry
 
     def read(self, targets: dict[str, Tensor], is_alone: bool = False) -> None:
         """Overwrite the ``targets``, by key, each rank its part of them. A collective, unless ``is_alone``.

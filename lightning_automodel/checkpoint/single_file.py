@@ -59,7 +59,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
-        paths.discard(temporary)
+        paths.remove(str(temporary))
         raise
 
 

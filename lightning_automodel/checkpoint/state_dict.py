@@ -4,7 +4,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.tree import Path, mapped
+from lightning_automodel.checkpoint.tree import TreePath, mapped
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
@@ -69,7 +69,7 @@ def whole(state: Any, keep: bool) -> Any:
     with ``keep`` also holds the whole state in host memory; the others get no values.
     """
 
-    def gathered(_: Path, leaf: Any) -> Any:
+    def gathered(_: TreePath, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             leaf = leaf.full_tensor()
         if not keep:
@@ -89,7 +89,7 @@ def copied(state: Any) -> Any:
     whole storage of a view, and pins memory for CUDA only.
     """
 
-    def copy_of(_: Path, leaf: Any) -> Any:
+    def copy_of(_: TreePath, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not leaf.is_meta:
             # From an accelerator into pinned memory: through pageable memory the host would wait for each tensor.
             return leaf.detach().to("cpu", non_blocking=True, copy=True)
@@ -102,7 +102,7 @@ def copied(state: Any) -> Any:
 
 
 def differing_extra_states(
-    module: nn.Module, path: str | FilePath, group: dist.ProcessGroup | None
+    module: nn.Module, path: str | Path, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """This rank's extra states by name, in host memory, if some rank has others: of samplers, for example.
 

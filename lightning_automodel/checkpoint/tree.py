@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.internals.dtensor import plain_access, tree_map_only
 
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 
 _KNOWN = {
@@ -22,11 +22,6 @@ _KNOWN = {
     "size",
     "dim",
     "numel",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "__len__",
 }
 """Functions of torch that need no values."""
 
@@ -40,28 +35,20 @@ class Entry(Tensor):
     Attributes:
         key: Its key among the shards.
         value: The whole tensor, once somebody has asked for it, and what was made of it in place.
+        reader: Returns its values.
     """
 
     device = torch.device("cpu")  # of what it reads
     is_meta = False
     refuses_use = False  # a shard that it is used with leaves the call to this class
     key: str
-    value: Tensor | None
-    _read: Callable[["Entry"], Tensor]
-
-    @classmethod
-    def of(cls, meta: Tensor, key: str, read: Callable[["Entry"], Tensor]) -> "Entry":
-        """The entry with this ``key``, like a tensor without values; ``read`` returns its values."""
-        entry = meta.as_subclass(cls)
-        entry.key = key
-        entry.value = None
-        entry._read = read
-        return entry
+    value: Tensor | None = None
+    reader: Callable[["Entry"], Tensor]
 
     def read(self) -> Tensor:
         """Its values, whole and in host memory, which it keeps."""
         if self.value is None:
-            self.value = self._read(self)
+            self.value = self.reader(self)
         return self.value
 
     @classmethod
@@ -74,17 +61,8 @@ class Entry(Tensor):
         args, kwargs = tree_map_only(Entry, Entry.read, (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if self.value is None:  # read by itself: what changes this one in place must not change the copy
-            meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
-            return Entry.of(meta, self.key, self._read)
-        return copy.deepcopy(self.value, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
-
-
-def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def mapped(tree: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
     """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes.
 
     Collections are dicts, lists, tuples and named tuples.
@@ -108,14 +86,14 @@ def moved(tree: Any, device: str | torch.device) -> Any:
     return mapped(tree, lambda _, leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
-def mapped_by_key(tree: Any, change: Callable[[str, Path, Any], Any]) -> Any:
+def mapped_by_key(tree: Any, change: Callable[[str, TreePath, Any], Any]) -> Any:
     """A copy of ``tree`` with ``change(key, path, leaf)`` for each leaf.
 
     No two leaves have one key, which is the path as text, and which two paths may share.
     """
     used: set[str] = set()
 
-    def change_leaf(path: Path, leaf: Any) -> Any:
+    def change_leaf(path: TreePath, leaf: Any) -> Any:
         key = ".".join(map(str, path))
         while key in used:  # {"a.b": ..., "a": {"b": ...}}
             key += "'"
@@ -125,9 +103,9 @@ def mapped_by_key(tree: Any, change: Callable[[str, Path, Any], Any]) -> Any:
     return mapped(tree, change_leaf)
 
 
-def leaves(tree: Any) -> list[tuple[str, Path, Any]]:
+def leaves(tree: Any) -> list[tuple[str, TreePath, Any]]:
     """Each leaf of ``tree`` with its key and its path."""
-    found: list[tuple[str, Path, Any]] = []
+    found: list[tuple[str, TreePath, Any]] = []
     mapped_by_key(tree, lambda *leaf: found.append(leaf))
     return found
 

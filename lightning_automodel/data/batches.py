@@ -33,8 +33,7 @@ class PendingGather:
 
     def received(self) -> torch.Tensor:
         """[ranks, numbers] of all ranks, in float64."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()  # type: ignore[union-attr]
         return torch.stack(self._everyone)
 
 
@@ -87,7 +86,9 @@ class Draws(Iterator[Any]):
                 return next(self._batches)
             self._tracked.draws = self
             self._tracked.is_peeked = False
-            self.number = self._tracked.num_used()
+            self.number = 0  # in evaluation, which begins anew
+            if self._tracked.uneven != JOIN:
+                self.number = self._tracked.loop.epoch_loop.batch_progress.current.processed
             self._source = self._tracked.source(self._batches, self.number)
         if not (self._ahead or self._draw()):
             raise StopIteration
@@ -144,7 +145,7 @@ class TrackedLoader:
 
     _states: dict[int, Any]
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup, loop: Any, uneven: str | None = None) -> None:
+    def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(
             loader=loader,
@@ -186,12 +187,6 @@ class TrackedLoader:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
         return Draws(self, iter(self.loader))
 
-    def num_used(self) -> int:
-        """How many batches of the epoch the loop has used: none in evaluation, which begins anew."""
-        if self.uneven == JOIN:
-            return 0
-        return int(self.loop.epoch_loop.batch_progress.current.processed)
-
     def state_before(self, number: int) -> Any:
         """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""
         if number in self._states:
@@ -218,7 +213,13 @@ class TrackedLoader:
                     raise ValueError(without_evaluation_data([self._group.rank()]))
                 return
             if handle.is_filler and self.uneven == ERROR:
-                raise RuntimeError(_ended(handle.ranks_without(), self._group.size(), number))
+                raise RuntimeError(
+                    f"The train data of {ranks(handle.ranks_without())} ends with batch {number}, and other ranks"
+                    " would go on and wait for more: give all ranks equally many batches, for example by"
+                    f" drop_last=True, or pass Trainer(limit_train_batches={number}), or let a rank whose data has"
+                    " ended take part without effect: AutomodelStrategy(uneven_inputs='pad'). A loader that leaves"
+                    " batches out yields fewer than its len(): leave samples out of the dataset instead."
+                )
             if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
                 padding = self._make_padding(batch, handle.ranks_without())
@@ -237,23 +238,11 @@ class TrackedLoader:
         return copy.deepcopy(shared[0])
 
 
-def track(loader: Any, group: dist.ProcessGroup, loop: Any) -> TrackedLoader:
+def track(loader: Any, group: Any, loop: Any) -> TrackedLoader:
     """The tracked ``loader``, if it is not tracked yet."""
     if isinstance(loader, TrackedLoader):
         return loader
     return TrackedLoader(loader, group, loop)
-
-
-def _ended(ended: list[int], num_ranks: int, number: int) -> str:
-    """What to raise on a rank without a batch after ``number``, where another rank has one."""
-    others = [rank for rank in range(num_ranks) if rank not in ended]
-    return (
-        f"The train data of {ranks(ended)} ends with batch {number}, and {ranks(others)} would go on and"
-        " wait for more: give all ranks equally many batches, for example by drop_last=True, or pass"
-        f" Trainer(limit_train_batches={number}), or let a rank whose data has ended take part without"
-        " effect: AutomodelStrategy(uneven_inputs='pad'). A loader that leaves batches out yields fewer than"
-        " its len(): leave samples out of the dataset instead."
-    )
 
 
 def without_evaluation_data(numbers: list[int]) -> str:

@@ -14,9 +14,7 @@ def check_counted_ranks(loader: Any, rank: int, size: int) -> None:
         size: How many ranks have data of their own.
     """
     counted: Any = getattr(getattr(loader, "dataset", None), "distributed_env", None)
-    if not hasattr(counted, "global_rank") or not hasattr(counted, "world_size"):
-        return
-    numbers = counted.global_rank, counted.world_size
+    numbers = getattr(counted, "global_rank", rank), getattr(counted, "world_size", size)
     if numbers != (rank, size):
         raise ValueError(
             f"The data set of a loader, litdata's {type(loader.dataset).__name__}, counts this rank as"

@@ -3,7 +3,6 @@
 import inspect
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -103,11 +102,10 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                     " LearningRateFinder, which works within fit()."
                 )
             collect(trainer, self._returned[0], path)
-        except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
-                raise RuntimeError("sys.exit(0) has ended the run, without results.") from error
-            error.add_note(f"Raised by rank {trainer.global_rank} on {socket.gethostname()}.")
-            raise
+        except SystemExit as error:
+            if error.code:
+                raise
+            raise RuntimeError("sys.exit(0) has ended the run, without results.") from error
 
     def _end_workers(self) -> None:
         """End those that still run, as this process leaves: after some seconds, at a second Ctrl-C at once."""

@@ -8,7 +8,7 @@ epoch.
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -134,7 +134,7 @@ class TrainingLoaders:
         loader = unwrap_loader(processed)
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
-            processed = track(processed, cast(dist.ProcessGroup, dist.group.WORLD), self._trainer.fit_loop)
+            processed = track(processed, dist.group.WORLD, self._trainer.fit_loop)
             processed.window_start = self._window_start
         elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.

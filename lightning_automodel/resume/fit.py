@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
@@ -222,9 +221,7 @@ class Resume:
             # A resumed run may set the others differently.
             "flags": {name: flag for name, flag in flags.items() if flag != first.get(name, flag)},
             "own": self._own_state(),
-            # A DTensor's mesh does not outlive the run. torch's clip_grad_norm_ returns one, which may be
-            # logged.
-            "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
+            "seen": seen,
         }
         return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
 

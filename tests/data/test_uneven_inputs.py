@@ -73,7 +73,7 @@ def test_training_names_the_rank_whose_data_ends(
     with pytest.raises(RankError) as raised:
         pool2.run(_run, "train", options, NUM_BATCHES, is_stream, {})
     failures = raised.value.failures
-    told = "The train data of rank 1 ends with batch 3, and rank 0 would go on and wait for more"
+    told = "The train data of rank 1 ends with batch 3, and other ranks would go on and wait for more"
     assert f"RuntimeError: {told}" in failures[1]
     assert "Trainer(limit_train_batches=3)" in failures[1]
     assert "RankFailedError: rank 1" in failures[0]
@@ -393,7 +393,7 @@ def test_length_that_says_nothing(pool2: RankPool, what: str, stage: str) -> Non
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_out, what, stage, (4, 2), timeout_s=30)
     for failure in raised.value.failures.values():
-        assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
+        assert "The train data of rank 1 ends with batch 2, and other ranks would go on and wait" in failure
     assert pool2.run(_leave_out, what, "train", (3, 3)) == [(6, 6)] * 2
     if what == "loader":
         assert pool2.run(_leave_out, what, "train", (4, 2), uneven_inputs="pad") == [(8, 8)] * 2
