@@ -36,7 +36,6 @@ from lightning_automodel.checkpoint import (
     CheckpointLoader,
     CheckpointSaver,
     NamedOptimizer,
-    differing_extra_states,
 )
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
@@ -928,8 +927,7 @@ class AutomodelStrategy(ParallelStrategy):
         # What the checkpoint holds besides what Lightning has put into it.
         resume = self._resume or self._ended_fit
         if "optimizer_states" in checkpoint and resume is not None:
-            extra_states = differing_extra_states(module, filepath, ranks)
-            resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
+            resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
         if not is_together:
             self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
             return

@@ -6,7 +6,7 @@ from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.reading import read_directory
 from lightning_automodel.checkpoint.saving import CheckpointSaver
-from lightning_automodel.checkpoint.state_dict import differing_extra_states, model_state, whole
+from lightning_automodel.checkpoint.state_dict import model_state, whole
 
 __all__ = [
     "CheckpointError",
@@ -14,7 +14,6 @@ __all__ = [
     "CheckpointSaver",
     "NamedOptimizer",
     "check_export",
-    "differing_extra_states",
     "export_hugging_face",
     "model_state",
     "read_directory",

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parsed.run(parsed)
     except Exception as error:  # a file that another program wrote can raise anything
-        line = " ".join(describe(error).split())
+        line = " ".join(f"{parsed.path}: {describe(error)}".split())
         # It quotes names from files of unknown origin, which must not control the terminal.
         print(f"error: {repr(line)[1:-1]}", file=sys.stderr)
         return 1

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -46,11 +45,11 @@ def on_this_rank(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointException as failure:
+        failed = {rank: describe(cause) for rank, (cause, _) in failure.failures.items()}
+        raise _combined(what, failed) from failure
     except Exception as error:
-        failures: Mapping[int, Any] = {group_rank(): (error, None)}
-        if isinstance(error, CheckpointException):
-            failures = error.failures
-        raise _combined(what, {rank: describe(cause) for rank, (cause, _) in failures.items()}) from error
+        raise _combined(what, {group_rank(): describe(error)}) from error
 
 
 def describe(error: BaseException) -> str:
@@ -73,7 +72,7 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
     if group_size() == 1:
         return CheckpointError(f"{what}: {next(iter(failed.values()))}")
     ranks_by_text: dict[str, list[str]] = {}
-    for rank, text in failed.items():
+    for rank, text in sorted(failed.items()):
         ranks_by_text.setdefault(text, []).append(f"rank {rank}")
     listed = [f"{', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     return CheckpointError(f"{what}: {'; '.join(listed)}")

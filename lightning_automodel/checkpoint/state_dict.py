@@ -1,20 +1,15 @@
 """The state of a model under the names of parameters, and whole or copied tensors of a checkpoint."""
 
 import copy
-import hashlib
-import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import TreePath, mapped
-from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -98,29 +93,4 @@ def copied(state: Any) -> Any:
     copies = mapped(state, copy_of)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    return copies
-
-
-def differing_extra_states(
-    module: nn.Module, path: str | Path, group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """This rank's extra states by name, in host memory, if some rank has others: of samplers, for example.
-
-    The state dict of the checkpoint at ``path`` holds rank 0's. A collective over ``group``, which exchanges
-    a digest; without a group nothing can differ. If a rank cannot pickle its states, every rank raises
-    :class:`CheckpointError`.
-    """
-    if group is None:
-        return {}
-    states: dict[str, Any] = {}
-    content = io.BytesIO()
-    with on_every_rank(f"Cannot save {path}", group):
-        for name, state in model_state(module).items():
-            if is_extra_state(name) and not isinstance(state, DTensor):  # which is saved as shards
-                states[name] = state
-        torch.save(states, content)
-    digests = gather_objects(hashlib.sha256(content.getvalue()).digest(), group)
-    if len(set(digests)) == 1:
-        return {}
-    copies: dict[str, Any] = copied(states)
     return copies

@@ -33,7 +33,7 @@ class PendingGather:
 
     def received(self) -> torch.Tensor:
         """[ranks, numbers] of all ranks, in float64."""
-        self._work.wait()  # type: ignore[union-attr]
+        self._work.wait()
         return torch.stack(self._everyone)
 
 

@@ -4,6 +4,7 @@ A checkpoint is of the moment of its save. Gradients are not saved: of what is s
 window, the fit begins the window again.
 """
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -150,15 +151,14 @@ class Resume:
         checkpoint: dict[str, Any],
         sizes: dict[str, int],
         group: dist.ProcessGroup | None,
-        extra_states: dict[str, Any],
     ) -> None:
         """Add the state of every rank to a checkpoint, whose counters become those to go on from.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
-        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
-        what this rank's modules keep besides tensors, where that is not the same on every rank.
+        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh. The state dict of
+        the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
         """
-        own = {**(self._kept or self._now()), "extra_states": extra_states}
+        own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
         if (
             self._has_started or self._kept is None
         ):  # else a hook saves what was loaded, before the run has started
@@ -167,6 +167,8 @@ class Resume:
         ranks = [own]
         if group is not None:
             ranks = gather_objects(own, group)
+        if len({pickle.dumps(rank["extra_states"]) for rank in ranks}) == 1:
+            ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}

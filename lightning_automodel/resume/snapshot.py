@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
 Buffers = dict[tuple[str, ...], Tensor | None]
@@ -69,6 +70,17 @@ def unsaved_buffers(module: "pl.LightningModule", first: Buffers, holds_averages
     return changed | {
         names: value for names, value in now.items() if not _are_equal(value, first.get(names))
     }
+
+
+def extra_states(module: "pl.LightningModule") -> dict[str, Any]:
+    """What modules return from ``get_extra_state``, in host memory, but for shards, which a checkpoint holds."""
+    states = {
+        without_wrappers(name): state
+        for name, state in module.state_dict().items()
+        if name.endswith(EXTRA_STATE) and not isinstance(state, DTensor)
+    }
+    held: dict[str, Any] = move_data_to_device(states, "cpu")
+    return held
 
 
 def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[str, Any]]:

@@ -95,7 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: str) -> str:
     assert main(["inspect", path]) == 1
     printed = capsys.readouterr()
     assert (printed.out, printed.err.startswith("error: "), printed.err.count("\n")) == ("", True, 1)
-    return printed.err
+    return printed.err.encode().decode("unicode_escape")  # as it was before it was escaped
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])
@@ -143,7 +143,7 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     os.truncate(whole, 500)
     assert "__0_0.distcp is damaged" in refused(capsys, str(shards))
     assert "b.ckpt is damaged" in refused(capsys, str(whole))
-    assert refused(capsys, f"{tmp_path}/none") == f"error: {MISSING}: '{tmp_path}/none'\n"
+    assert refused(capsys, f"{tmp_path}/none") == f"error: {tmp_path}/none: {MISSING}: '{tmp_path}/none'\n"
 
 
 def damage_weight(path: Path) -> None:
@@ -256,7 +256,7 @@ def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torch.save({"state_dict": [1]}, path)
     assert "this is not a checkpoint of a LightningModule" in refused(capsys, str(path))
     torch.save({"state_dict": MODEL, "lightning_automodel": 3}, path)
-    assert refused(capsys, str(path)).startswith("error: AttributeError: 'int'")
+    assert refused(capsys, str(path)).startswith(f"error: {path}: AttributeError: 'int'")
     torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, path)
     report = inspected(capsys, str(path))
     assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")
