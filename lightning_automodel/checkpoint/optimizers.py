@@ -133,7 +133,9 @@ def has_groups(state: Any) -> bool:
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
-    return isinstance(groups, list) and all("params" in group for group in groups)
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    )
 
 
 def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
