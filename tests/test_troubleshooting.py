@@ -45,6 +45,7 @@ NOT_MESSAGES = {
     "auto: manual optimization may step between two forwards of a step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state, and what else is kept (… MiB)": "in describe()",
+    "No checkpoint was written at …: ….": "the beginning of messages that say what to do",
     "one rank reduces nothing": "in describe()",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
