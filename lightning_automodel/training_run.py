@@ -98,6 +98,7 @@ class TrainingRun:
         self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
         self.move_to_device()
+        precision.convert_metrics(self.plugin, module)
         parameters = dict(module.named_parameters())
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters, options.count_window_ahead)

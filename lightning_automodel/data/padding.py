@@ -21,7 +21,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in _metrics(module)]
+        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics_in(module)]
         self._buffers = [
             (owner, name, buffer)
             for owner in module.modules()
@@ -39,7 +39,7 @@ class ModuleState:
             lightning_internals.set_metric_state(metric, state)
 
 
-def _metrics(module: nn.Module) -> set[Metric]:
+def metrics_in(module: nn.Module) -> set[Metric]:
     """All TorchMetrics of ``module``, also those that are no submodules: in a dict or a list of its own."""
     found: set[Metric] = set()
     for owner in module.modules():

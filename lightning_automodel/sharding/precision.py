@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
+    DoublePrecision,
     FSDPPrecision,
     MixedPrecision,
     Precision,
@@ -22,6 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
@@ -50,6 +52,17 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
         f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
         f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
     )
+
+
+def convert_metrics(plugin: Precision, module: nn.Module) -> None:
+    """Give TorchMetrics states in float64 under 64-true.
+
+    Else they become so when a metric is logged for the first time, and ranks with unequal numbers of batches
+    would reduce states of two dtypes.
+    """
+    if isinstance(plugin, DoublePrecision):
+        for metric in metrics_in(module):
+            metric.to(torch.float64)
 
 
 def resolve_policy(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy
@@ -130,6 +131,33 @@ def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
     for found, _ in results:
         assert list(found.values()) == pytest.approx([40.0, 25.0, 20.0])
     assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
+
+
+class Aggregated(LabelledModule):
+    """Logs metrics, to which values of float64 come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = MaxMetric()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for name in ("largest", "mean"):
+            getattr(self, name).update(batch)
+            self.log(name, getattr(self, name))
+
+
+def _aggregate(options: dict[str, Any]) -> dict[str, float]:
+    loader = DataLoader(7.1 - torch.arange(5, dtype=torch.float64), 1)
+    trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True, precision="64-true")
+    return dict(trainer.validate(Aggregated(), loader)[0])
+
+
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_metrics_keep_their_dtype(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Logging makes them float64 from the third batch on, which only one rank has here: gloo aborted."""
+    for found in pool2.run(_aggregate, options):
+        assert found == pytest.approx({"largest": 7.1, "mean": 5.1}, rel=1e-12)
 
 
 def _count_gathers(is_stream: bool) -> int:
