@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from first_hour_checks import MEBIBYTE, STEPS, Place
+from first_hour_checks import MEBIBYTE, STEPS, Place, collective_timeout
 from report import describe_environment, table
 
 EXACT = 1e-12  # distance of float64 weights from one process, as a share of how far training has moved them
@@ -234,27 +234,31 @@ def check_speed(driver: Driver) -> list[Row]:
             is_right = ratio <= 1.1 if driver.is_judged else None
         rows.append(Row(f"a step by {way}", expected, seen, is_right))
     if "automodel" in measured:
-        planned = planned_memory(driver, base) / MEBIBYTE
+        chosen = measured["automodel"]["chosen"]
+        planned = planned_memory(driver, base, chosen) / MEBIBYTE
         ratio = measured["automodel"]["peak"] / planned
         is_right = ratio <= MEMORY_RATIO if driver.is_judged else None
-        seen = f"{measured['automodel']['peak']:,.0f} of {planned:,.0f} MiB, {ratio:.2f}"
+        kept = "" if chosen["reshard_during_accumulation"] else "; parameters kept for the window"
+        seen = f"{measured['automodel']['peak']:,.0f} of {planned:,.0f} MiB, {ratio:.2f}{kept}"
         rows.append(Row("memory beside the plan", f"at most {MEMORY_RATIO}", seen, is_right))
     return rows
 
 
-def planned_memory(driver: Driver, case: Any) -> float:
-    """What the plan says that a rank holds at its peak."""
+def planned_memory(driver: Driver, case: Any, chosen: dict[str, bool]) -> float:
+    """What the plan says that a rank holds at its peak, with what the run has ``chosen`` for "auto" (`CHOICES`).
+
+    Each driver of a node plans: on the meta device, of which a model takes no memory.
+    """
     from llama import LlamaModule
 
     from lightning_automodel.options import StrategyOptions
     from lightning_automodel.plan.layouts import Plan
     from lightning_automodel.plan.recording import run
 
-    options = StrategyOptions(activation_checkpointing=case.recompute, **dict(case.options))
+    options = StrategyOptions(activation_checkpointing=case.recompute, **{**dict(case.options), **chosen})
     batch = list(case.batches())[-1]
-    micro = run(
-        lambda: (LlamaModule(case), batch), "bf16-true" if case.device == "cuda" else "32-true", options
-    )
+    planned = LlamaModule(replace(case, device="meta"))
+    micro = run(lambda: (planned, batch), "bf16-true" if case.device == "cuda" else "32-true", options)
     place = driver.place
     is_host = case.device == "cpu"
     plan = Plan(micro, options, place.world_size, case.accumulate, place.local_world_size, is_host)
@@ -296,9 +300,10 @@ def check_resumed(driver: Driver) -> list[Row]:
     fewer = max(place.world_size // 2, 1)
     resumed = driver.run("resume", fewer, case={**case, "ranks": fewer})
     if place.rank == 0:
-        shutil.rmtree(
-            driver.args.output / "checkpoint.ckpt", ignore_errors=True
-        )  # tens of GB, for a large model
+        checkpoint = driver.args.output / "checkpoint.ckpt"  # tens of GB, for a large model
+        if checkpoint.is_file():
+            checkpoint.unlink()
+        shutil.rmtree(checkpoint, ignore_errors=True)
     seen = f"{said['mebibytes']:,.0f} MiB in {max(each.said['saved_s'] for each in saved):.1f} s"
     rows = [Row("a save", "all ranks see it", seen, said["mebibytes"] > 0)]
     if bad := failed(resumed):
@@ -336,6 +341,7 @@ def case_of(driver: Driver) -> Any:
         ranks=driver.place.world_size,
         is_chunked=True,
         recompute=True,
+        timeout=collective_timeout(args.timeout),
     )
 
 
@@ -362,7 +368,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")
     made.add_argument("--shape", help="of the Llama, as in llama.py (llama3-1b)")
     made.add_argument(
-        "--gbits", type=float, help="Gbit/s of the network of a node's first rank (links judges by it)"
+        "--gbits",
+        type=float,
+        help="Gbit/s of the interface of a node's first rank (links judges by it)",
     )
     made.add_argument("--timeout", type=float, default=600, help="seconds of one check (%(default)s)")
     return made
@@ -374,15 +382,24 @@ def main() -> int:
     driver = Driver(Place.from_environment(), args)
     rows: list[Row] = []
     seconds: dict[str, float] = {}
-    for stage in args.stages:
+    for index, stage in enumerate(args.stages):
         started = time.monotonic()
         found = STAGES[stage](driver)
+        # Each of the others would wait for its timeout on links that fail. All drivers see the same rows.
+        is_stopped = stage == "links" and any(row.is_right is False for row in found)
+        if is_stopped:
+            found += [
+                Row(left, "run", "not run: first mend what `links` says", None)
+                for left in args.stages[index + 1 :]
+            ]
         rows += found
         seconds[stage] = time.monotonic() - started
         if driver.place.rank == 0:
             write_report(driver, rows, seconds)
             for row in found:
                 print(" | ".join(row.cells()), flush=True)
+        if is_stopped:
+            break
     # A launcher may end all as soon as one has ended with 1: the report is written by then. And the others may still
     # read what the first rank hosts.
     if driver.place.rank != 0:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 MEBIBYTE = 1 << 20
 FAULT_STEP = 3
+CHOICES = ("defer_fsdp_grad_sync", "reshard_during_accumulation")  # of "auto", which the plan follows
 STEPS = 3  # before the save, and after it
 
 
@@ -55,7 +57,8 @@ def links(arguments: dict[str, Any]) -> None:
     device = arguments["device"]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    timeout = timedelta(seconds=collective_timeout(arguments["timeout"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "-"
     say(
         host=socket.gethostname(),
@@ -196,6 +199,11 @@ def make_module(hook: Callable[[Any, int], None] | None = None) -> Any:
     return Module()
 
 
+def collective_timeout(timeout: float) -> float:
+    """Half of the seconds that the driver waits, so that a hang is named before its processes are killed."""
+    return timeout / 2
+
+
 def make_trainer(arguments: dict[str, Any], **options: Any) -> Any:
     """A Trainer of all ranks, with the options of the strategy under ``strategy``."""
     import lightning as L  # noqa: N812
@@ -203,8 +211,9 @@ def make_trainer(arguments: dict[str, Any], **options: Any) -> Any:
     from lightning_automodel import AutomodelStrategy
 
     place = Place.from_environment()
-    # Half of what the driver waits, so that a hang is named before its processes are killed.
-    strategy = AutomodelStrategy(timeout=arguments["timeout"] / 120, **options.pop("strategy", {}))
+    strategy = AutomodelStrategy(
+        timeout=collective_timeout(arguments["timeout"]) / 60, **options.pop("strategy", {})
+    )
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return L.Trainer(
         accelerator="gpu" if arguments["device"] == "cuda" else "cpu",
@@ -270,6 +279,9 @@ def speed(arguments: dict[str, Any]) -> None:
 
         def start(self) -> None:
             say(began=time.time())
+            if self.case.way == "automodel":
+                described = self.strategy.describe()
+                say(chosen={name: described[name] for name in CHOICES})
             super().start()
 
     llama.run(llama.Case.from_fields(arguments["case"]), WallMeter)
@@ -306,8 +318,9 @@ def save(arguments: dict[str, Any]) -> None:
     say(digest=digest(module))
     started = time.perf_counter()
     trainer.save_checkpoint(path)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    say(saved_s=time.perf_counter() - started, mebibytes=size / MEBIBYTE)
+    saved_s = time.perf_counter() - started
+    files = [file for file in (path, *path.rglob("*")) if file.is_file()]  # one rank saves a file
+    say(saved_s=saved_s, mebibytes=sum(file.stat().st_size for file in files) / MEBIBYTE)
 
 
 def resume(arguments: dict[str, Any]) -> None:

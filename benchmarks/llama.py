@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter, process_time
 from types import MethodType
@@ -76,6 +77,7 @@ class Case:
         compile: Whether blocks are compiled.
         precision: Of the Trainer; None: bf16-true on CUDA, else 32-true.
         shares_device: Whether each rank is the only one of a node, so that all use the first device.
+        timeout: Seconds after which a collective fails.
         options: Further keywords of the strategy.
     """
 
@@ -94,6 +96,7 @@ class Case:
     compile: bool = False
     precision: str | None = None
     shares_device: bool = False
+    timeout: float = 1800.0
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -153,9 +156,14 @@ class ByteCounter(CollectiveCounter):
 class Meter:
     """Measures the optimizer steps after the warm-up.
 
+    Attributes:
+        strategy: The Trainer's, from the first measured step on.
+
     Args:
         case: The case that is measured.
     """
+
+    strategy: Any = None
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -208,6 +216,7 @@ class StepMeter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
     ) -> None:
         if index == self.meter.case.warm_up * self.meter.case.accumulate:
+            self.meter.strategy = trainer.strategy
             self.meter.start()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -312,12 +321,18 @@ def run(case: Case, meter: type[Meter] = Meter) -> None:
 
 def _run_trainer(case: Case, meter: Meter) -> None:
     backend = dist.get_default_backend_for_device(case.device)
-    strategy: Any = ModelParallelStrategy(case.ranks, tensor_parallel_size=1, process_group_backend=backend)
+    strategy: Any = ModelParallelStrategy(
+        case.ranks,
+        tensor_parallel_size=1,
+        process_group_backend=backend,
+        timeout=timedelta(seconds=case.timeout),
+    )
     if case.way == "automodel":
         strategy = AutomodelStrategy(
             context_parallel_size=case.context,
             activation_checkpointing=case.recompute,
             compile=case.compile,
+            timeout=case.timeout / 60,
             **dict(case.options),
         )
     devices = 1
@@ -346,7 +361,7 @@ def _run_loop(case: Case, meter: Meter) -> None:
     if case.ranks > 1:
         if case.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=case.timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(case)

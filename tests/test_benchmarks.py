@@ -139,14 +139,16 @@ def first_hour(
 
 @pytest.mark.sweep
 def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
-    """A check that is not right says no, and the script ends with 1."""
+    """A check that is not right says no, and the script ends with 1, without the stages that need what `links` saw."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m, os\n"
         "of = m.version\n"
         "if os.environ.get('RANK') == '1':\n"
         "    m.version = lambda name: '0.1' if name == 'lightning' else of(name)\n"
     )
-    status, rows = first_hour(tmp_path / "out", 2, "links", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    status, rows = first_hour(
+        tmp_path / "out", 2, "links", "exact", "speed", PYTHONPATH=f"{tmp_path}:{ROOT}"
+    )
     assert status == 1
     assert {name: cells[-1] for name, cells in rows.items()} == {
         "versions": "**no**",
@@ -155,7 +157,10 @@ def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
         "all-reduce over all ranks": "not judged",
         "first two ranks of a node, 1 MiB": "not judged",
         "first two ranks of a node, 4 MiB": "not judged",
+        "exact": "not judged",
+        "speed": "not judged",
     }
+    assert rows["exact"][1].startswith("not run")
 
 
 @pytest.mark.parametrize(
@@ -196,9 +201,30 @@ def test_all_checks_of_a_cluster(tmp_path: Path, ranks: int) -> None:
     assert {
         *("weights of fsdp2, float64", "weights of ddp, float64"),
         "memory beside the plan",
+        "a save",
         "SIGTERM to the last rank",
         f"resumed on {max(ranks // 2, 1)} ranks",
     } <= {*rows}
+    kept = "parameters kept for the window"  # so little fits
+    assert kept in rows["memory beside the plan"][1]
+    assert rows["a save"][-1] == "yes"
+    assert not (tmp_path / "checkpoint.ckpt").exists()
+
+
+def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the run has chosen for "auto" is planned, with a model of a device that this machine need not have."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+    from first_hour_checks import CHOICES, Place
+
+    args = SimpleNamespace(device="cuda", shape="narrow", timeout=600)
+    driver: Any = SimpleNamespace(place=Place(0, 8, 8), args=args)
+    case = script.case_of(driver)
+    kept, freed = (
+        script.planned_memory(driver, case, dict(zip(CHOICES, (True, frees), strict=True)))
+        for frees in (False, True)
+    )
+    assert kept > freed
 
 
 def test_commands_of_the_first_hour(monkeypatch: pytest.MonkeyPatch) -> None:
