@@ -181,7 +181,7 @@ class MicroBatches:
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
         is_first_window = windows.last_step is None
-        if optimizer is not None and not windows.unfinished:
+        if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
 
         # S, n: the loss becomes the sum of its token losses.
@@ -223,7 +223,7 @@ class MicroBatches:
         except BaseException as error:
             windows.abandon(error)
             raise
-        engine.returned(backward.ends)
+        engine.user_backward_returned(backward.ends)
         if is_first_window and windows.last_step is not None:
             self._tell(self._looks.advice_after(windows.last_step))
         if backward.is_padding and self.module.automatic_optimization:
@@ -260,7 +260,7 @@ class MicroBatches:
             windows.put_back(backward)
         if backward.ends:
             windows.close(window, totals)
-        engine.end_pass()
+        engine.leave_backward()
 
     def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""

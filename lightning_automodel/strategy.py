@@ -60,7 +60,7 @@ from lightning_automodel.training_run import TrainingRun
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
 
 
-def _moved(state: Any, device: torch.device) -> Any:
+def _state_on(state: Any, device: torch.device) -> Any:
     return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
 
 
@@ -564,10 +564,10 @@ class AutomodelStrategy(ParallelStrategy):
             for parameter, state in optimizer.state.items():
                 device = parameter.device if isinstance(parameter, Tensor) else self.root_device
                 if not isinstance(state, MutableMapping):
-                    optimizer.state[parameter] = _moved(state, device)
+                    optimizer.state[parameter] = _state_on(state, device)
                     continue
                 for key in state.keys() - {"step"}:
-                    state[key] = _moved(state[key], device)
+                    state[key] = _state_on(state[key], device)
 
     @override
     def model_to_device(self) -> None:
@@ -650,7 +650,7 @@ class AutomodelStrategy(ParallelStrategy):
             trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
-        if not run.windows.unfinished:
+        if not run.windows.open_windows:
             run.check_parameters()
         output = run.micro_batches.training_step(super().training_step, args, kwargs)
         stops_by_hand = self._stops and not self._module.automatic_optimization

@@ -295,7 +295,7 @@ class TrainingRun:
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
         unused = (p for optimizer in self.windows.since_step for p in optimizer_parameters(optimizer))
-        return bool(self.windows.unfinished) or any(parameter.grad is not None for parameter in unused)
+        return bool(self.windows.open_windows) or any(parameter.grad is not None for parameter in unused)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 

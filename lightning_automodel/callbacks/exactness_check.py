@@ -131,7 +131,7 @@ class ExactnessCheck(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         run = run_of(trainer)
         # Weights of each step were recorded. A replay needs what an open window holds.
-        if run and not (pl_module.automatic_optimization or run.windows.unfinished):
+        if run and not (pl_module.automatic_optimization or run.windows.open_windows):
             self._compare(trainer)
 
     def _compare(self, trainer: pl.Trainer) -> None:

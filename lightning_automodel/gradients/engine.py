@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.gradients.window import BackwardPass
+from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals.torch import Reached, queue_callback
 
 PLAIN_BACKWARD = (
@@ -41,22 +41,22 @@ class Engine:
 
     It knows which backward runs, and what becomes of one that is not the strategy's, a plain one:
 
-    ============================  ==========================================  ================  =====================
-    state                         entered by                                  :attr:`backward`  a plain backward
-    ============================  ==========================================  ================  =====================
-    no window is open             :meth:`returned`, :meth:`forget`            None              is noted as foreign
-    a backward runs               :meth:`begin_pass`                          it                is a part of it
-    it has ended, the user's      :meth:`end_pass`                            None              is refused: it is the
-    ``backward`` has not                                                                        second
-    a window is open              :meth:`returned`                            None              is refused
-    ============================  ==========================================  ================  =====================
+    ===========================  ==============================================  ================  =====================
+    state                        entered by                                      :attr:`backward`  a plain backward
+    ===========================  ==============================================  ================  =====================
+    no window is open            :meth:`user_backward_returned`, :meth:`forget`  None              is noted as foreign
+    our backward runs            :meth:`enter_backward`                          it                is a part of it
+    our backward has ended; the  :meth:`leave_backward`                          None              is refused: it is the
+    user's has not returned yet                                                                    second
+    a window is open             :meth:`user_backward_returned`                  None              is refused
+    ===========================  ==============================================  ================  =====================
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
-        reached: Where gradients have come since the state was entered.
-        tracked: The parameters that this is noted of.
+        reached: The parameters that have got gradients since the state was entered, of those that are tracked.
+        tracked: The parameters for which :attr:`reached` is noted.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
-        backward: The one of the strategy that runs, from before :meth:`begin` on; else None.
+        backward: The backward of the strategy that runs, from before :meth:`begin` on; else None.
         model: What to call the module's steps on.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -74,18 +74,18 @@ class Engine:
 
     # --- Which backward runs ------------------------------------------------------------------------------------------
 
-    def begin_pass(self, backward: BackwardPass) -> None:
-        """``backward`` comes next. From here on, an exception puts back what was set aside for it."""
+    def enter_backward(self, backward: BackwardPass) -> None:
+        """``backward`` comes next. From here on, an exception puts back the older gradients that were set aside."""
         self.backward = backward
 
-    def end_pass(self) -> None:
-        """Its gradients are where its window keeps them. A second one, by code of the user, would not join them."""
+    def leave_backward(self) -> None:
+        """The gradients are where the window keeps them. A second backward would be lost, so it is refused."""
         self.backward = None
         self._refusal = SECOND_BACKWARD
         self.reached.clear()
 
-    def returned(self, ended_window: bool) -> None:
-        """The user's ``backward`` has returned, with which the window has ended, or not."""
+    def user_backward_returned(self, ended_window: bool) -> None:
+        """The user's ``backward`` has returned. ``ended_window``: the window has ended with it."""
         self._refusal = None if ended_window else PLAIN_BACKWARD
 
     def forget(self) -> None:
@@ -123,7 +123,7 @@ class Engine:
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch, with whose backward the window ends, or not."""
+        """Context for the forward and backward of one micro-batch. ``ends_window``: its backward ends the window."""
         self.check_foreign()
         before = self.ends_window
         self.ends_window = ends_window
@@ -141,12 +141,10 @@ class Engine:
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """Reduce what the backward has left, and return the parameters that it has reached on this rank.
 
-        If it ends the window, its gradients are then complete.
-
-        Those of ``backward.final`` are sums of token losses over all ranks, divided by D, as long as
-        nothing is divided by label tokens. Also sets ``backward.zero_filled``. Runs within autograd's
-        backward, when all else of it has ended. A collective over the data-parallel group if the window
-        ends.
+        If the backward ends the window, the gradients of ``backward.final`` are then complete: sums of token
+        losses over all ranks, divided by D, and not yet by label tokens, unless the window was counted ahead.
+        Also sets ``backward.zero_filled``. Runs within autograd's backward, when everything else in it has
+        ended. A collective over the data-parallel group if the window ends.
         """
         return set(self.reached)
 
@@ -157,7 +155,7 @@ class Engine:
     def replaying(self) -> Generator[None, None, None]:
         """Context of a forward and a plain backward of one batch, the same on all ranks, while no window is open.
 
-        Its gradients are averaged over ranks, or not: they are equal. Nothing is left of it but these.
+        Its gradients may be averaged over ranks or not, since they are equal. Nothing else is left behind.
         """
         yield
         self.reached.clear()

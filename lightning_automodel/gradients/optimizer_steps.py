@@ -156,7 +156,7 @@ class OptimizerSteps:
         engine.check_foreign()
         parameters = optimizer_parameters(optimizer)
         name = type(optimizer).__name__
-        for window in self._windows.unfinished.values():
+        for window in self._windows.open_windows.values():
             if window.ahead is not None and engine.backward is not None:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):

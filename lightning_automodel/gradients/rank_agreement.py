@@ -1,4 +1,4 @@
-"""What ranks tell each other where a window ends: its sums, and in which batch and with which units they end it."""
+"""What ranks tell each other where a window ends: its sums, in which batch they end it, and which units they used."""
 
 from collections import deque
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import Placement
-from lightning_automodel.gradients.window import NUMBERS, Window
+from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
     "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
@@ -26,8 +26,11 @@ DIFFERENT_BATCHES = (
 )
 """What ranks must do that have come to different batches."""
 
+_MODULUS = 2**20 - 3
+"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
-"""Makes one number of several, below `NUMBERS`: few epochs and tens of thousands of batches give different ones."""
+"""Makes one number of several. With the same units, few epochs and tens of thousands of batches give different numbers;
+other units, or the same in another order, almost always do."""
 
 
 class Position(NamedTuple):
@@ -40,9 +43,9 @@ class Position(NamedTuple):
 class RankAgreement:
     """Sums up what ranks have in a window, and raises where they end it in different positions.
 
-    A position is compared as one number, by the sums of it and of its square over ranks. On the host that is
-    done at once. On an accelerator the sums are read when the device has come to them, in a later window, so
-    that no host waits; :meth:`check_earlier` reads the last ones.
+    A position and the units are compared as one number, by its sum over ranks and the sum of its squares. On
+    the host they are compared at once. On an accelerator the sums are read when the device has computed them,
+    in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -59,13 +62,15 @@ class RankAgreement:
     def sum_over_ranks(
         self, window: Window, own: Position, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
-        """[3] the window's sums over all ranks, and those of ``parameters`` that no rank has used in it.
+        """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
         One all-reduce of three numbers, two of this rank's ``own`` position, and one for each parameter.
 
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
         """
-        number = ((window.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
+        number = 0
+        for part in (*window.units, *own):
+            number = (number * _FACTOR + part) % _MODULUS
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         is_pinned = self._device.type != "cpu"
@@ -88,9 +93,9 @@ class RankAgreement:
     def _all_reduce(self, sums: Tensor, numbers: Tensor, has_uses: bool) -> tuple[Tensor, Tensor, int]:
         """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, the latter over how many ranks.
 
-        A rank that has not used some parameters must know on the host whether another rank has: where this
-        occurs in a run's first window, later ones sum ``numbers`` on the host, which no device keeps waiting.
-        Else that rank reads them.
+        A rank that has not used some parameters must know on the host whether another rank has used them. If
+        this occurs in a run's first window, later windows sum ``numbers`` on the host, which waits for no
+        device. Otherwise that rank reads the device.
         """
         if self._sums_uses_on_host and has_uses:
             dist.all_reduce(sums, group=self._group)
@@ -119,9 +124,13 @@ class RankAgreement:
 
 
 def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
-    """Raise RuntimeError unless all ranks have one number, by the sums of it and of its square. Reads the device."""
+    """Raise RuntimeError unless all ranks have the same number. Reads the device.
+
+    ``sums`` [2] are the sum of the number over ranks, and that of its squares. One rank is not compared: on MPS,
+    which never has more, float32 would round the square.
+    """
     total, squares = sums.tolist()
-    if int(total) ** 2 != int(squares) * num_ranks:
+    if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
         raise RuntimeError(
             f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
             f" of epoch {own.epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the"

@@ -83,7 +83,7 @@ class TokenWeighting:
             return self._count_labels(batch[self.label_key])
         raise MissingCountError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
-            f" batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
+            f" batch is {_kind_and_keys(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
             " AutomodelStrategy(count='samples'); with class weights return the sum of those of the labels"
             " as num_label_tokens instead. Give it in one of three ways: return {'loss': loss,"
             f" 'num_label_tokens': n}} from {step} (manual optimization: self.manual_backward(loss,"
@@ -193,7 +193,7 @@ class TokenWeighting:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
-                f" {'None' if output is None else _described(output)}: return {{'loss': loss,"
+                f" {'None' if output is None else _kind_and_keys(output)}: return {{'loss': loss,"
                 f" 'num_label_tokens': n}}, or the loss [] alone where AutomodelStrategy counts label"
                 " tokens."
             )
@@ -232,7 +232,7 @@ def has_count(output: Any) -> bool:
     return isinstance(output, Mapping) and "num_label_tokens" in output
 
 
-def _described(value: Any) -> str:
+def _kind_and_keys(value: Any) -> str:
     if isinstance(value, Mapping):
         keys = f" with the keys {sorted(map(str, value))}"
     else:
@@ -287,7 +287,7 @@ def count_samples(batch: Any) -> int:
             found = "no tensors"
         raise ValueError(
             "count='samples' counts the rows that all tensors of a batch have in common, and this one"
-            f" ({_described(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
+            f" ({_kind_and_keys(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
             " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
     if sizes:

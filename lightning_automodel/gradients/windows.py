@@ -35,7 +35,7 @@ from lightning_automodel.gradients.token_loss import (
     WindowTotals,
     wide_dtype,
 )
-from lightning_automodel.gradients.window import BackwardPass, Window
+from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
@@ -68,26 +68,26 @@ class GradientWindows:
     toggling there is one window.
 
     Attributes:
-        parameters: Of the sharded model. Between a forward and its backward ``module.parameters()`` are the gathered
-            ones.
+        parameters: Those of the distributed model. Between a forward and its backward ``module.parameters()`` are the
+            gathered ones.
         weighting: How micro-batches are counted and weighed.
         scaling: What a gradient scaler, and the range of half precision, multiply by.
         engine: Reduces gradients, and knows which backward of the strategy runs.
-        mesh: Of the run.
-        device: Of this rank's sums and gradients.
+        mesh: The run's mesh.
+        device: The device of this rank's sums and gradients.
         divisor: D, by which the engine's averages divide.
-        optimizers: Those of the run: windows without toggling end with a step of all of these.
-        toggled: Whose window the next backwards belong to; None: to that of all optimizers.
-        unfinished: The open windows, by toggled optimizer.
-        last_step: The report on the last step, or on the one that comes next, so far.
+        optimizers: The run's optimizers: windows without toggling end with a step of all of these.
+        toggled: The optimizer whose window the next backwards belong to; None: the window of all optimizers.
+        open_windows: By toggled optimizer.
+        last_step: The report on the last step; once a window has ended, on the next step as far as it is known.
         last_loss: [] the mean loss of the last window, of several that a step may be made of.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
         agreement: Sums up what ranks have in a window, and compares where they end it.
         num_resets: How often an optimizer stepped, or gradients were zeroed.
-        on_step: Called after each step.
-        on_backward: Called with each backward after it, while ``.grad`` holds its window's gradients, and nothing
-            older.
+        on_step: Called after each step, and where a gradient scaler has skipped one.
+        on_backward: Called with each backward after it has run, while ``.grad`` holds the gradients of open windows
+            alone, without older ones.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GradientWindows:
         self.parameters = parameters
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
-        self.unfinished: dict[Optimizer | None, Window] = {}
+        self.open_windows: dict[Optimizer | None, Window] = {}
         self.last_step: StepReport | None = None
         self.since_step: dict[Optimizer, Tensor] = {}
         self.measured: set[Optimizer] = set()
@@ -133,15 +133,15 @@ class GradientWindows:
         if self.engine.backward is not None:
             self._drop_within(self.engine.backward, dropped)
             return
-        if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
+        if all(window.owned.isdisjoint(dropped) for window in self.open_windows.values()):
             return
-        for window in self.unfinished.values():
+        for window in self.open_windows.values():
             window.used -= dropped
         # If all of a window's parameters are dropped, so is the window, with its count.
-        self.unfinished = {
-            key: window for key, window in self.unfinished.items() if not window.owned <= dropped
+        self.open_windows = {
+            key: window for key, window in self.open_windows.items() if not window.owned <= dropped
         }
-        if not self.unfinished:
+        if not self.open_windows:
             self._forget()
             return
         self._kept = self._without(dropped, self._kept)
@@ -149,10 +149,10 @@ class GradientWindows:
 
     def _drop_within(self, backward: BackwardPass, dropped: set[nn.Parameter]) -> None:
         """Drop what stood in ``.grad`` before a backward that has no gradients yet, or whose gradients are final."""
-        used_before = any(not window.used.isdisjoint(dropped) for window in self.unfinished.values())
+        used_before = any(not window.used.isdisjoint(dropped) for window in self.open_windows.values())
         if backward.window.ahead is None and (used_before or self.engine.reached):
             raise RuntimeError(ZEROED_IN_BACKWARD)
-        backward.set_aside = self._without(dropped, backward.set_aside)
+        backward.older_gradients = self._without(dropped, backward.older_gradients)
         self.engine.discard(dropped)
 
     def _without(self, dropped: set[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -162,7 +162,7 @@ class GradientWindows:
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
-        self.unfinished = {}
+        self.open_windows = {}
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
@@ -200,16 +200,16 @@ class GradientWindows:
         none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
-        window = self.unfinished.get(key)
-        if key is None and self.unfinished:
-            if len(self.unfinished) > 1:
+        window = self.open_windows.get(key)
+        if key is None and self.open_windows:
+            if len(self.open_windows) > 1:
                 raise RuntimeError(
-                    f"{len(self.unfinished)} accumulation windows are open"
-                    f" ({', '.join(type(key).__name__ for key in self.unfinished)}), and this backward"
+                    f"{len(self.open_windows)} accumulation windows are open"
+                    f" ({', '.join(type(key).__name__ for key in self.open_windows)}), and this backward"
                     " belongs to none of them: run it inside `with optimizer.toggle_model():` of the"
                     " optimizer whose window it ends."
                 )
-            (window,) = self.unfinished.values()
+            (window,) = self.open_windows.values()
             window.optimizers = self.optimizers
         if window is None:
             window = self._begin(key, expected)
@@ -221,7 +221,7 @@ class GradientWindows:
         optimizers = self.optimizers if key is None else [key]
         sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
         window = Window(key, optimizers, self.scaling.start_window(expected), sums)
-        for other in self.unfinished.values():
+        for other in self.open_windows.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
                     f"{len(shared)} parameters of {type(key).__name__} belong to the open"
@@ -229,17 +229,17 @@ class GradientWindows:
                     " that window first, by a backward outside of toggle_model(sync_grad=False), or zero its"
                     " gradients."
                 )
-        self.unfinished[key] = window
+        self.open_windows[key] = window
         return window
 
     def weigh(self, window: Window, token_losses: Tensor, aux_loss: Tensor | None) -> Tensor:
         """[] what to backpropagate for the sum of token losses of a micro-batch.
 
-        If the window was counted ahead, that is D / N of it and this rank's share of ``aux_loss`` [].
+        If the window was counted ahead, this is D / N times the sum, plus this rank's share of ``aux_loss`` [].
         """
         objective = token_losses
         if (ahead := window.ahead) is not None:
-            # Without label tokens, gradients are exactly zero.
+            # `gradient_factor` on the host, where counts were checked. Without label tokens, gradients are exactly 0.
             factor = self.divisor / ahead.num_label_tokens if ahead.num_label_tokens else 0.0
             objective = token_losses * factor
             if aux_loss is not None:
@@ -257,7 +257,7 @@ class GradientWindows:
         """
         trained_before = set(window.trained)
         owned_elsewhere: set[nn.Parameter] = set()
-        for other in self.unfinished.values():
+        for other in self.open_windows.values():
             if other is not window:
                 trained_before |= other.trained
                 owned_elsewhere |= other.owned
@@ -273,16 +273,15 @@ class GradientWindows:
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in held]
         backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
-        self.engine.begin_pass(backward)
-        self._show(self._kept, held)
+        self.engine.enter_backward(backward)
+        self._write_grads(self._kept)
         self._kept = self._nothing
         return backward
 
-    def _show(self, gradients: list[Tensor | None], held: list[Tensor | None]) -> None:
-        """Let ``.grad`` of the parameters hold these ``gradients`` in place of those ``held``."""
-        for parameter, before, after in zip(self.parameters, held, gradients, strict=True):
-            if before is not after:
-                GRAD.__set__(parameter, after)
+    def _write_grads(self, gradients: list[Tensor | None]) -> None:
+        """Let ``.grad`` of each parameter hold its one of ``gradients``."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            GRAD.__set__(parameter, gradient)
 
     def finish(self, backward: BackwardPass, epoch: int, batch: int) -> Tensor:
         """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
@@ -300,9 +299,10 @@ class GradientWindows:
         totals, unused = self.agreement.sum_over_ranks(window, Position(epoch, batch), backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
-        factor = rescale_clip.gradient_factor(totals[0], self.divisor)
-        if (ahead := window.ahead) is not None:
-            factor = torch.ones_like(factor)  # its losses were multiplied by it
+        if (ahead := window.ahead) is None:
+            factor = rescale_clip.gradient_factor(totals[0], self.divisor)
+        else:
+            factor = torch.ones_like(totals[0])  # `weigh` has multiplied the losses by it
             if window.num_micro_batches != ahead.own_micro_batches:
                 raise RuntimeError(
                     f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
@@ -318,9 +318,9 @@ class GradientWindows:
 
     def put_back(self, backward: BackwardPass) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
-        older = backward.set_aside
+        older = backward.older_gradients
         parts = list(map(GRAD.__get__, self.parameters))
-        self._show(older, parts)
+        self._write_grads(older)
         self._kept = parts
         if not backward.ends:
             return
@@ -340,7 +340,7 @@ class GradientWindows:
 
     def close(self, window: Window, totals: Tensor) -> None:
         """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""
-        del self.unfinished[window.key]
+        del self.open_windows[window.key]
         if window.scale is not None:
             self.scaling.window_ended(window.optimizers, totals[0])
         self.measured.difference_update(window.optimizers)
@@ -354,7 +354,7 @@ class GradientWindows:
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back, unless that has ended, and drop all windows."""
         if self.engine.backward is not None:
-            self._show(self.engine.backward.set_aside, list(map(GRAD.__get__, self.parameters)))
+            self._write_grads(self.engine.backward.older_gradients)
         try:
             self.reset()
             self.engine.recover()

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
-from lightning_automodel.gradients.window import BackwardPass
+from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units

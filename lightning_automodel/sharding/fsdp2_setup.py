@@ -43,7 +43,7 @@ def shard_module(
             apply.apply_fsdp2(module, plan, mesh, options, policy)
     give_values()
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
-    report = _described(module) | memory.choose(module, placement, options)
+    report = _report_on_units(module) | memory.choose(module, placement, options)
     if not report["reshard_during_accumulation"]:
         report["reshard_after_forward"] = False
     elif plan is not None:
@@ -63,7 +63,7 @@ def shard_module(
     return report | {"prefetch": ahead, "cpu_offload": options.cpu_offload}
 
 
-def _described(module: pl.LightningModule) -> dict[str, Any]:
+def _report_on_units(module: pl.LightningModule) -> dict[str, Any]:
     """What is said of the FSDP2 modules, whoever has made them, and of parameters that stay whole."""
     roots: list[Any] = list(units.fsdp_roots(module))
     below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]

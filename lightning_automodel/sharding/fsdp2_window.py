@@ -40,7 +40,7 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.window import NUMBERS, BackwardPass
+from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import use_and_writes
@@ -67,10 +67,6 @@ GRADIENTS_OF_EXPERTS = (
     " of inputs or activations, call torch.autograd.grad(loss, inputs)."
 )
 """Why a backward that is not the strategy's must not reach spread experts."""
-
-
-_MORE_THAN_UNITS = 1_009
-"""Units in another order give another number, unless there are more of them."""
 
 
 class Reductions(Enum):
@@ -330,10 +326,9 @@ class FSDP2Window(PhasedEngine):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         # Later forwards of a window use what the first has gathered.
-        if window.order == 0 or not self._retain_unsharded:
+        if not (window.units and self._retain_unsharded):
             ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
-            for unit in ran:
-                window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
+            window.units += [unit.number for unit in ran]
         if self._reductions is not Reductions.NONE:
             for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, backward.frozen)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_automodel.gradients.window import BackwardPass, Window
+from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.shards import shard_parameters
@@ -53,15 +53,15 @@ class Training:
                 loss.register_hook(_raise)
             window = Window(None, [], None, torch.zeros(3), trained=self.shards)
             backward = BackwardPass(window, is_last, False, [], set(), [])
-            self.sync.begin_pass(backward)
+            self.sync.enter_backward(backward)
             try:
                 self.sync.begin(backward, loss)
                 loss.backward()
                 self.sync.reduce(backward)
                 self.sync.keep(backward)
             finally:
-                self.sync.end_pass()
-                self.sync.returned(is_last)
+                self.sync.leave_backward()
+                self.sync.user_backward_returned(is_last)
 
     def window(
         self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None

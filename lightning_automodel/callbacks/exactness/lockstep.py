@@ -30,7 +30,7 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import when_backward_ends
 from lightning_automodel.gradients.loss_graph import averaged_parts
-from lightning_automodel.gradients.window import BackwardPass, Window
+from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack

@@ -7,9 +7,6 @@ from torch.optim import Optimizer
 
 from lightning_automodel.gradients.token_loss import WindowTotals
 
-NUMBERS = 2**20 - 3
-"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
-
 
 @dataclass(eq=False)
 class Window:
@@ -17,14 +14,14 @@ class Window:
 
     Attributes:
         key: The toggled optimizer that it belongs to; None without toggling.
-        optimizers: Those that step with its gradients.
-        scale: [] what its losses are multiplied by before backward; None if by nothing.
+        optimizers: The optimizers that step with its gradients.
+        scale: [] the factor on its losses before backward; None if there is none.
         sums: [3] over its micro-batches on this rank, see :func:`sums_of`.
         num_micro_batches: On this rank, without padding batches.
         ahead: If it was counted ahead: losses are divided by these totals, so that gradients are final at once.
         trained: Parameters that were trainable in any of its backwards. The same on all ranks.
-        used: Those that this rank's losses depend on.
-        order: Of this rank's FSDP units that its forwards have used, a number below :data:`NUMBERS`.
+        used: Parameters that this rank's losses depend on.
+        units: The numbers of the FSDP units that its forwards have used on this rank, in their order.
     """
 
     key: Optimizer | None
@@ -35,7 +32,7 @@ class Window:
     ahead: WindowTotals | None = None
     trained: set[nn.Parameter] = field(default_factory=set)
     used: set[nn.Parameter] = field(default_factory=set)
-    order: int = 0
+    units: list[int] = field(default_factory=list)
 
     @property
     def owned(self) -> set[nn.Parameter]:
@@ -49,15 +46,15 @@ class BackwardPass:
     """One backward of the strategy, from before it until its gradients stand in ``.grad``.
 
     Attributes:
-        window: That it adds to.
+        window: The window that it adds to.
         ends: Whether the window ends with it. The same on all ranks.
         is_padding: Whether its micro-batch is a padding batch, in which no parameter counts as used.
         final: Parameters whose gradients are final after it, in one order on all ranks; empty unless the window
             ends.
-        frozen: What earlier backwards of the open windows have trained, and this one does not.
-        set_aside: By parameter, what ``.grad`` held before it.
-        zero_filled: What gets a zero gradient if no rank has used it, where one process has none, in one order on
-            all ranks. Set by the engine when the window ends.
+        frozen: Parameters that earlier backwards of the open windows have trained, and this one does not.
+        older_gradients: By parameter, what ``.grad`` held before it.
+        zero_filled: Parameters that the engine gives a zero gradient even if no rank has used them, where one process
+            would have none; in one order on all ranks. Set by the engine when the window ends.
     """
 
     window: Window
@@ -65,5 +62,5 @@ class BackwardPass:
     is_padding: bool
     final: list[nn.Parameter]
     frozen: set[nn.Parameter]
-    set_aside: list[Tensor | None]
+    older_gradients: list[Tensor | None]
     zero_filled: list[nn.Parameter] = field(default_factory=list)
