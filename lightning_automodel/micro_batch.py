@@ -16,6 +16,7 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS, FirstLooks
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
+from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
@@ -41,11 +42,11 @@ NO_BACKWARD = (
 class _Step:
     """What the backwards of one training step need of it."""
 
-    # What it was given.
+    # The batch that the step was given.
     batch: Any = None
-    # Whether that is a padding batch, which has no label tokens.
+    # Whether it is a padding batch, which has no label tokens.
     is_padding: bool = False
-    # What it has returned, under automatic optimization, until its backward.
+    # What the step has returned, under automatic optimization, until its backward.
     output: Any = None
     # By toggled optimizer, how many resets there were when the whole batch was counted.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
@@ -90,7 +91,9 @@ class MicroBatches:
         )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
-        self._num_to_advise = NUM_LOOKS  # micro-batches that may still read the device, for advice
+        # Micro-batches that may still read the device, for advice of any kind. `FirstLooks` counts the losses that it
+        # has looked at itself: no more once it has given its advice, and none with an auxiliary part.
+        self._num_to_advise = NUM_LOOKS
         self._looks = FirstLooks()
         # The step whose backwards run.
         self._step = _Step()
@@ -143,7 +146,10 @@ class MicroBatches:
         return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
 
     def call(self, step: Callable[[], Any], name: str) -> Any:
-        """Run a step of the module. RuntimeError where Lightning would take a StopIteration on one rank for its end."""
+        """Run a step of the module. RuntimeError for StopIteration, which Lightning takes for the end of the data.
+
+        In a run of one rank, and of a step that draws its batches itself, a StopIteration may mean that.
+        """
         try:
             return step()
         except StopIteration as error:
@@ -154,7 +160,7 @@ class MicroBatches:
 
     @contextmanager
     def communicating(self, ends_window: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch, with which the window ends, or not."""
+        """Context for the forward and backward of one micro-batch. ``ends_window``: its backward ends the window."""
         if not ends_window and self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
@@ -171,15 +177,9 @@ class MicroBatches:
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
+        self._check_can_run(loss)
         windows = self.windows
         engine = self.engine
-        if engine.backward is not None:
-            raise RuntimeError(NESTED_BACKWARD)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
-                " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
-            )
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
@@ -206,20 +206,8 @@ class MicroBatches:
             if not is_padding:
                 window.sums += sums.to(window.sums.device)
                 window.num_micro_batches += 1
-            # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
-            with plain_access():
-                backward = windows.set_aside(window, engine.ends_window, is_padding)
-            engine.begin(backward, loss)
-            if objective.requires_grad:
-                when_backward_ends(objective, self._end_backward)
-            with self._recomputing():
-                self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
-            if engine.backward is not None:
-                self._end_backward()  # the module's own `backward` may have run that of another loss
-            if engine.backward is not None:
-                raise RuntimeError(NO_BACKWARD)
-            if engine.reached:
-                engine.check_foreign()
+            run = partial(self.plugin.backward, objective, self.module, optimizer, *args, **kwargs)
+            backward = self._backpropagate(window, objective, loss, run)
         except BaseException as error:
             windows.abandon(error)
             raise
@@ -234,10 +222,43 @@ class MicroBatches:
             if not self.module.automatic_optimization:
                 engine.resume_step()
 
-    def _end_backward(self) -> None:
-        """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before.
+    def _check_can_run(self, loss: Tensor) -> None:
+        """Raise if another backward of the strategy runs, or if the loss is not one number."""
+        if self.engine.backward is not None:
+            raise RuntimeError(NESTED_BACKWARD)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
+                " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
+            )
 
-        A callback of autograd. What has run may be ``torch.autograd.grad``, which accumulates nothing.
+    def _backpropagate(
+        self, window: Window, objective: Tensor, loss: Tensor, run: Callable[[], None]
+    ) -> BackwardPass:
+        """Let ``run`` backpropagate ``objective`` [], made of the user's ``loss`` [], and end that within autograd.
+
+        Meanwhile ``.grad`` holds the gradients of open windows alone: what stood there is set aside.
+        """
+        engine = self.engine
+        with plain_access():
+            backward = self.windows.set_aside(window, engine.ends_window, self._step.is_padding)
+        engine.begin(backward, loss)
+        if objective.requires_grad:
+            when_backward_ends(objective, self._end_backward)
+        with self._recomputing():
+            run()
+        if engine.backward is not None:
+            self._end_backward()  # the module's own `backward` may have run one of another loss
+        if engine.backward is not None:
+            raise RuntimeError(NO_BACKWARD)
+        if engine.reached:
+            engine.check_foreign()
+        return backward
+
+    def _end_backward(self) -> None:
+        """End the backward: ``.grad`` is then final if the window ends with it, else what it was before the backward.
+
+        Called by autograd. What has run may be ``torch.autograd.grad``, which accumulates nothing.
         """
         windows = self.windows
         engine = self.engine

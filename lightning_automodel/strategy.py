@@ -228,7 +228,7 @@ class AutomodelStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
         self.num_nodes = 1
-        # Of all runs of this strategy.
+        # What lasts for all runs of this strategy.
         self._advice = Advice()
         self._saver = CheckpointSaver(
             options.is_sharded,
@@ -238,12 +238,12 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
-        # Of one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read them;
-        # the next run sets them again.
+        # What lasts for one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read
+        # it; the next run sets it again.
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
         self._trainer: pl.Trainer | None = None  # from `setup` to `teardown`
-        self._barriers: set[str | None] = set()  # names of those that Lightning has called
+        self._barriers: set[str | None] = set()  # names of the barriers that Lightning has called
         self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
         self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
         self._resume: Resume | None = None  # of a fit, while it runs
@@ -453,16 +453,26 @@ class AutomodelStrategy(ParallelStrategy):
         if self._supervisor.has_failed:
             return
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
-        if name == "pre_setup" and self.lightning_module is not None:
-            checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
-            weight_averaging.delay_setup(self.lightning_module, self._options.is_sharded, self._patches)
-        if name == "pre_setup" and self._options.first_rank_setup:
+        if name == "pre_setup":
+            self._prepare_setup_hooks()
+        elif name == "run-stage" and self._run is not None:
+            self._end_restoring()
+
+    def _prepare_setup_hooks(self) -> None:
+        """Refuse callbacks that cannot work, delay weight averaging, and begin the block of ``first_rank_setup``."""
+        module = self.lightning_module
+        if module is not None:
+            checks.check_callbacks(module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
+            weight_averaging.delay_setup(module, self._options.is_sharded, self._patches)
+        if self._options.first_rank_setup:
             self._setup_block.enter_context(self.first_rank_per_node())
-        if name == "run-stage" and self._run is not None:
-            meta_init.check_initialized(self._module, self.root_device)
-            self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
-            if self._resume is not None:
-                self._resume.on_checkpoint_loaded()
+
+    def _end_restoring(self) -> None:
+        """Lightning has restored the checkpoint, if there is one: check that all parameters have values."""
+        meta_init.check_initialized(self._module, self.root_device)
+        self._loader = CheckpointLoader()
+        if self._resume is not None:
+            self._resume.on_checkpoint_loaded()
 
     def _expect_barriers(self, *names: str) -> None:
         """Raise RuntimeError unless these have come: what is done there would be left out in silence.
@@ -556,7 +566,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._patches.set(module, "on_validation_model_zero_grad", stop_or_zero_grad)
 
     def _move_optimizer_states(self) -> None:
-        """Move them to their parameters: they may come from an earlier fit, whose end moved them to the host.
+        """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.
 
         Shards stay where they are, and so do counters of steps, which optimizers expect where they made them.
         """
@@ -682,7 +692,7 @@ class AutomodelStrategy(ParallelStrategy):
         ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
         unchanged.
         """
-        self.pre_backward(closure_loss)  # of a subclass, as is the other
+        self.pre_backward(closure_loss)  # a subclass may override this and `post_backward`
         loss = self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
         self.post_backward(loss)
         return loss
@@ -808,7 +818,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             if self._supervisor.watch is not None:
-                self._supervisor.watch.gets_on = True
+                self._supervisor.watch.made_progress = True
             return False
         self._evaluation_steps += 1
         stops = self._begin_step(self._evaluation_steps, is_training=False)

@@ -22,7 +22,7 @@ from lightning_automodel.callbacks.exactness.verdict import (
     StepResult,
     compare,
     conclude,
-    reason_against,
+    training_problem,
 )
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
@@ -112,7 +112,7 @@ class ExactnessCheck(Callback):
         weighting = self._given if run is None else run.windows.weighting
         counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
         self._lockstep = LockStep(trainer, counting, self._patches)
-        reason = reason_against(self._lockstep)
+        reason = training_problem(self._lockstep)
         if reason:
             self._finish(trainer, reason)
         else:
@@ -161,9 +161,7 @@ class ExactnessCheck(Callback):
             self._finish(trainer)
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._patches.restore()
 
     def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:

@@ -61,7 +61,7 @@ class Supervisor:
         self._previous_handler: Any = None
         self.has_failed = False
         self.weights_only: bool | None = None
-        self.find_ended: Callable[[], dict[int, str]] = dict
+        self.find_ended: Callable[[], dict[int, str]] = dict  # {}: none has ended
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""

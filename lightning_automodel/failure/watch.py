@@ -8,7 +8,7 @@ What a watch holds of its rank, besides its heart:
     record                what the others read; the main thread writes how far it is
     own                   what this rank has raised: its main thread is in this package then
     stop                  the agreement on a last step
-    gets_on               set by the main thread, so that no standstill is logged; each beat unsets it
+    made_progress         set by the main thread, so that no standstill is logged; each beat unsets it
     interrupts            the main thread has a handler of SIGTERM, which raises a failure that is known
     find_ended            ranks whose processes this one has started, and which have ended since the last call, and how
     leaves_by_itself      the main thread is not to be interrupted any more
@@ -79,8 +79,8 @@ class Watch(Heart):
         self._leaving = threading.Lock()
         self.where = where
         self.interrupts = False
-        self.find_ended: Callable[[], dict[int, str]] = dict
-        self.gets_on = True
+        self.find_ended: Callable[[], dict[int, str]] = dict  # {}: none has ended
+        self.made_progress = True
         self._stands_since_s = 0.0
         self._at_line_since_s = 0.0
         self._has_warned = rank != 0
@@ -94,7 +94,7 @@ class Watch(Heart):
         """
         if is_training:
             self.record.step = step
-        self.gets_on = True
+        self.made_progress = True
         is_last = self.stop.begin_step(step, self._timeout_s)
         self.raise_failure()
         if step == self.stop.last_step:  # in training, the window's other micro-batches follow
@@ -172,8 +172,8 @@ class Watch(Heart):
         if self.own is not None:
             return
         now = self.clock()
-        if self.gets_on or where != own.where:
-            self.gets_on = False
+        if self.made_progress or where != own.where:
+            self.made_progress = False
             self._stands_since_s = now
         if (waits, position) != (own.waits, own.position):
             self._at_line_since_s = now
@@ -194,7 +194,7 @@ class Watch(Heart):
         self._end_what_never_ends()
 
     def _warn_of_standstill(self) -> None:
-        """On rank 0, log once where all ranks are, if none has got on for a minute, or half of the timeout."""
+        """On rank 0, log once where all ranks are, if none has made progress for a minute, or half of the timeout."""
         limit_s = min(STANDSTILL_S, self._timeout_s / 2)
         if self._has_warned or self.record.stood_s < limit_s or self.is_in_block:
             return

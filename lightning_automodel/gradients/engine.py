@@ -30,8 +30,8 @@ SECOND_BACKWARD = (
 def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
     """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
 
-    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
-    which they queue later: so a callback queues ``function``.
+    If backwards are nested, the one of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks
+    too, which they queue later: so a callback queues ``function``.
     """
     output.register_hook(lambda _: queue_callback(partial(queue_callback, function)))
 

@@ -39,7 +39,7 @@ class OptimizerSteps:
 
     Args:
         windows: Told of steps and of zeroed gradients.
-        options: Of the strategy.
+        options: The strategy's options.
         whole: Steps what owners step.
         say_once: Tells the user.
         check_parameters: Raises before a step that would train something else than the distributed module.
@@ -55,10 +55,10 @@ class OptimizerSteps:
     ) -> None:
         self._windows = windows
         self.whole = whole
-        self._gathers_before = 0  # the step that runs
+        self._gathers_before = 0  # collectives for whole tensors, before the step that runs
         self._say_once = say_once
         self._check_parameters = check_parameters
-        # Which looks for overflow.
+        # A gradient scaler looks for overflow itself.
         self._error_if_nonfinite = options.error_if_nonfinite and windows.scaling.scaler is None
         self._measures = options.track_grad_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
@@ -119,7 +119,7 @@ class OptimizerSteps:
 
         # A closure runs its backward inside the step.
         def run_closure() -> Any:
-            # Of an earlier call: SAM evaluates the model at the weights that it has written.
+            # End what an earlier call has begun: SAM evaluates the model at the weights that it has written.
             self.whole.end(optimizer)
             result = closure()
             self.check(optimizer)
@@ -151,7 +151,7 @@ class OptimizerSteps:
         self._windows.stepped(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
+        """Raise RuntimeError if an open window holds gradients of ``optimizer``, or they are not synchronised."""
         engine = self._windows.engine
         engine.check_foreign()
         parameters = optimizer_parameters(optimizer)

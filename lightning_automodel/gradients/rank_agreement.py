@@ -126,7 +126,7 @@ class RankAgreement:
 def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
     """Raise RuntimeError unless all ranks have the same number. Reads the device.
 
-    ``sums`` [2] are the sum of the number over ranks, and that of its squares. One rank is not compared: on MPS,
+    ``sums`` [2] are the sums over ranks of the number and of its square. One rank is not compared: on MPS,
     which never has more, float32 would round the square.
     """
     total, squares = sums.tolist()

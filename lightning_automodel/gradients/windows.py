@@ -68,7 +68,7 @@ class GradientWindows:
     toggling there is one window.
 
     Attributes:
-        parameters: Those of the distributed model. Between a forward and its backward ``module.parameters()`` are the
+        parameters: The distributed model's. Between a forward and its backward ``module.parameters()`` are the
             gathered ones.
         weighting: How micro-batches are counted and weighed.
         scaling: What a gradient scaler, and the range of half precision, multiply by.

@@ -95,12 +95,12 @@ class FSDP2Window(PhasedEngine):
     and leave it in ``.grad``.
 
     Attributes:
-        units: Those of the model, each with its gathered parameters.
+        units: The FSDP units of the model, each with its gathered parameters.
         phase: What runs.
 
     Args:
         model: Sharded by FSDP2, with parameters that are :class:`Shard`.
-        defer: What micro-batches do but the last one, see :func:`get_sync_ctx`.
+        defer: What micro-batches before the last one do, see :func:`get_sync_ctx`.
         retain_unsharded: Whether parameters stay gathered for the window.
         group: Over which plain parameters are averaged; None for one rank.
         is_manual: Whether a step goes on after its backward, and may run several.
@@ -128,9 +128,9 @@ class FSDP2Window(PhasedEngine):
             GatheredUnit(module, number, self)
             for number, module in enumerate(fsdp2.fsdp_units(model), start=1)
         ]
-        # Whose parameters are gathered for the whole step.
+        # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
-        # With the parameter groups at or below each.
+        # Each with the parameter groups at or below it.
         self._roots = {
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
@@ -303,7 +303,7 @@ class FSDP2Window(PhasedEngine):
 
     @override
     def stepped(self) -> None:
-        # A hook may step within a backward, which needs the old ones.
+        # A hook may step within a backward, which needs the old weights.
         if self.backward is None and any(unit.is_gathered for unit in self.units):
             self.release()
 
@@ -336,8 +336,8 @@ class FSDP2Window(PhasedEngine):
     def _use_written_shards(self, retained: set[GatheredUnit], freed: set[GatheredUnit]) -> None:
         """Note the shards that were written since their forward, and gather them anew: a backward follows.
 
-        It computes with the weights of now, as where FSDP2 gathers them for it; :meth:`reduce` raises if it
-        reaches one of them.
+        The backward computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if
+        it reaches a shard that was written.
         """
         for unit in self.units:
             if unit in self._whole_step and unit.is_gathered and unit not in retained:

@@ -97,7 +97,7 @@ class GatheredUnit(fsdp2.Unit):
 
     @property
     def is_current(self) -> bool:
-        """Whether no shard was written since it was gathered; the same on all ranks."""
+        """True while no shard was written since the unit was gathered; the same on all ranks."""
         return self._gathered_versions == shard_versions(self._shards)
 
     def _written_since(self, before: list[int]) -> list[Any]:

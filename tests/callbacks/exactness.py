@@ -922,7 +922,7 @@ TRAININGS: dict[str, Training] = {
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
-        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says="is right, as they"
+        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says="is right, which is"
     ),
     "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
     "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),
@@ -979,7 +979,7 @@ TRAININGS: dict[str, Training] = {
         graphs,
         strategy="lightning",
         verdict="wrong",
-        says=f"{WEIGH} 16.7 % to 33.3 % is right, as they hold that of the loss terms",
+        says=f"{WEIGH} 16.7 % to 33.3 % is right, which is their share of the loss terms",
     ),
     "gathering": replace(
         of_images, module=Gathering, verdict="wrong", says="The loss of Gathering is gathered from all ranks"

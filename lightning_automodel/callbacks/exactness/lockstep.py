@@ -233,11 +233,22 @@ class LockStep(Recorder):
     the others as long as ``_TIME_AFTER_ERROR``, and then raises: they may wait for it within the step, as they
     would in the run.
 
+    ==================  ======================================================  ===============================
+    set by              state                                                   until
+    ==================  ======================================================  ===============================
+    :meth:`take`        the attributes below                                    the next :meth:`take`
+    :meth:`apart`       the module's own state is aside; what would step, log,  its end
+                        or zero gradients is replaced
+    :meth:`compute`     ``_turn``, ``_scale``, the weights that are still to    the next :meth:`compute`
+                        be written, and the backwards that are still to come
+    ``_backward``       ``_computed``, by the micro-batch's own backward alone  the next :meth:`compute`
+    ==================  ======================================================  ===============================
+
     Attributes:
-        window: This rank's part of the one that is replayed.
-        weights: Those of the moment.
-        is_counted: Whether the counts of all its micro-batches are known.
-        turns: Its micro-batches, of all ranks; of slices, those of this rank's place.
+        window: This rank's part of the window that is replayed.
+        weights: This rank's parts of the weights at that moment.
+        is_counted: Whether the counts of all micro-batches in the window are known.
+        turns: The window's micro-batches, of all ranks; of slices, those of this rank's place.
         unequal: Plain parameters of which ranks hold different values.
     """
 

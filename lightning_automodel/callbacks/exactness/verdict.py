@@ -69,7 +69,7 @@ class StepResult:
         return self.slope is not None and abs(self.slope - 1) < _SLOPE_OFF
 
 
-def reason_against(lockstep: LockStep) -> str:
+def training_problem(lockstep: LockStep) -> str:
     """Why this training cannot be replayed; empty if there is no known reason."""
     strategy = type(lockstep.trainer.strategy).__name__
     if isinstance(lockstep.trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
@@ -87,8 +87,8 @@ def compare(lockstep: LockStep, asks_forwards: bool) -> StepResult:
     run = lockstep.window.gradients or {}
     with lockstep.apart():
         try:
-            agree(_reason_against(lockstep))
-            _replay(step, lockstep, run)
+            agree(_window_problem(lockstep))
+            _replay_and_judge(step, lockstep, run)
             if asks_forwards and lockstep.is_sharded and lockstep.is_automatic and not step.is_half:
                 with suppress(ReplayError, ArithmeticError):  # a step may differentiate by itself
                     step.slope = lockstep.slope_along(run)
@@ -97,7 +97,7 @@ def compare(lockstep: LockStep, asks_forwards: bool) -> StepResult:
     return step
 
 
-def _reason_against(lockstep: LockStep) -> str:
+def _window_problem(lockstep: LockStep) -> str:
     """Why this rank's part of a window cannot be replayed; empty if there is no known reason."""
     window = lockstep.window
     if window.gradients is None:
@@ -122,8 +122,8 @@ def _reason_against(lockstep: LockStep) -> str:
     )
 
 
-def _replay(step: StepResult, lockstep: LockStep, run: Parts) -> None:
-    """Fill in what a replay shows. ReplayError if it cannot be judged."""
+def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
+    """Replay the window, and note in ``step`` what that shows of the gradients. ReplayError if it cannot be judged."""
     exact, samples = lockstep.one_batch(lockstep.turns)
     if "16" in str(lockstep.trainer.precision_plugin.precision):
         eps = torch.finfo(torch.bfloat16).eps
@@ -206,7 +206,7 @@ def _explain(step: StepResult, samples: Sequence[Tensor], run: Tensor, unit: str
     if is_explained:
         step.is_wrong = True  # by a weight that rounding does not explain, in half precision
         weigh = f"{range_of(factors * right)} in them, where {range_of(right)} is right"
-    step.explanation = f"Micro-batches weigh {weigh}, as they hold that of the {plural(unit)}."
+    step.explanation = f"Micro-batches weigh {weigh}, which is their share of the {plural(unit)}."
     return bool(is_explained)
 
 
