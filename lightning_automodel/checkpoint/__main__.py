@@ -104,9 +104,8 @@ def _consolidate(parsed: argparse.Namespace) -> None:
 def _export(parsed: argparse.Namespace) -> None:
     path = paths.normalize(parsed.path)
     weights_only = not parsed.trust
-    open_checkpoint(
-        path, weights_only
-    )  # which compares a file with its checksums; entries are, as they are read
+    # Compares a file with its checksums. Entries of a directory are compared as they are read.
+    open_checkpoint(path, weights_only)
     place, _, name = parsed.module_class.rpartition(".")
     module_class = getattr(importlib.import_module(place), name)
     module = module_class.load_from_checkpoint(path, map_location="cpu", weights_only=weights_only)
