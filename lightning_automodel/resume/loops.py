@@ -123,6 +123,13 @@ def finish_restart(trainer: "pl.Trainer", stage: str, patches: PatchStack) -> No
         epoch_loop.restarting = False
         epoch_loop.on_iteration_done()
         if stage == STEP:
+            progress = epoch_loop.batch_progress
+            if progress.is_last_batch and isinstance(trainer.num_training_batches, int):
+                # An epoch may have had another number of batches on other ranks; whether a validation is due
+                # depends on it.
+                vars(progress.current).update(
+                    dict.fromkeys(vars(progress.current), trainer.num_training_batches)
+                )
             epoch_loop.on_advance_end(data_fetcher)  # validates, if that is due
         elif stage == VALIDATION:
             epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)

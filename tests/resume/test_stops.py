@@ -23,6 +23,7 @@ from torch import Tensor
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
     Calm,
+    Counts,
     Learner,
     Quiet,
     Saver,
@@ -237,4 +238,33 @@ def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     """Stopped on four ranks and resumed on two, with windows twice as long: the same data, exactly."""
     expected = pool4.run(fit_exact, 1, tmp_path, True, timeout_s=200)[0]
     found = pool2.run(fit_exact, 2, tmp_path, False, timeout_s=200)[0]
+    assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
+
+
+def fit_ragged(accumulate: int, path: Path, saves: bool) -> tuple[int, dict[str, Tensor]]:
+    """Runs on every rank: validations of two epochs, the first of which others may have trained; and weights."""
+    disturb(torch.distributed.get_rank())
+    trainer_options = {
+        "precision": "64-true",
+        "accumulate_grad_batches": accumulate,
+        "num_sanity_val_steps": 0,
+    }
+    counts = Counts()
+    savers = [Saver("on_train_batch_end", 4, path)] if saves else []
+    trainer = make_trainer(Setting(FSDP2, trainer_options, loader="distributed"), [counts, *savers])
+    learner = Calm(optimizer="sgd")
+    rows, others = (torch.utils.data.Subset(Quiet(), range(size)) for size in (13, 4))
+    loaders = [
+        torch.utils.data.DataLoader(each, batch_size=2, collate_fn=collate) for each in (rows, others)
+    ]
+    trainer.fit(learner, *loaders, ckpt_path=None if saves else path)
+    return counts.counts["validations"], full_weights(learner)
+
+
+def test_validates_on_other_ranks(pool2: RankPool, pool1: RankPool, tmp_path: Path) -> None:
+    """Saved with the last of four ragged batches, of which one process has seven: its validation is still due."""
+    path = tmp_path / "shared.ckpt"
+    validations, expected = pool2.run(fit_ragged, 2, path, True)[0]
+    ((resumed, found),) = pool1.run(fit_ragged, 4, path, False)
+    assert resumed == validations == 2
     assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
