@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
@@ -126,8 +126,8 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         return gather_all_tensors(value, group or mesh.group)
 
-    for metric in module.modules() if mesh.tensor_group is not None else ():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+    for metric in metrics_in(module) if mesh.tensor_group is not None else ():
+        if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 
 

@@ -265,31 +265,34 @@ class CountsSamples(TensorParallelModule):
         super().__init__(model)
         self.logged = SumMetric()
         self.computed = SumMetric()
+        self.held = {"sum": SumMetric()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self(batch)
         value = batch["labels"].double().sum()
         self.logged(value)
         self.computed.update(value)
+        self.held["sum"].update(value)
         self.log("logged", self.logged)
 
     def on_validation_epoch_end(self) -> None:
-        self.found = float(self.computed.compute()), float(copy.deepcopy(self.computed).compute())
+        computed = (self.computed, copy.deepcopy(self.computed), self.held["sum"])
+        self.found = tuple(float(metric.compute()) for metric in computed)
 
 
 def _sums() -> tuple[float, ...]:
     module = CountsSamples(decoder())
     trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
     trainer.validate(module, DataLoader(micro_batches(CASE)[data_rank()], batch_size=None), verbose=False)
-    left = [metric.dist_sync_fn for metric in (module.logged, module.computed)]
-    assert left == [None, None]
+    left = [metric.dist_sync_fn for metric in (module.logged, module.computed, module.held["sum"])]
+    assert left == [None] * 3
     return float(trainer.callback_metrics["logged"]), *module.found
 
 
 def test_metrics_count_each_sample_once(pool4: RankPool) -> None:
     """TorchMetrics gather over the ranks that hold different data, and are as they were afterwards."""
     expected = sum(float(batch["labels"].sum()) for batches in micro_batches(CASE) for batch in batches)
-    assert pool4.run(_sums) == [(expected,) * 3] * 4
+    assert pool4.run(_sums) == [(expected,) * 4] * 4
 
 
 class AsksAllRanks(Callback):
