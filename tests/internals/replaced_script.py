@@ -72,7 +72,7 @@ def _looks_while_fitting(before: Snapshot, folder: str, is_automatic: bool) -> d
     """What differs at each moment of a sharded fit of this rank, and after it."""
     from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
 
-    from lightning_automodel import AutomodelStrategy
+    from lightning_automodel import AutomodelStrategy, ExactnessCheck
     from tests.trainer.exactness import Block
     from tests.trainer.runs import LabelledModule, loader, make_trainer
 
@@ -120,16 +120,18 @@ def _looks_while_fitting(before: Snapshot, folder: str, is_automatic: bool) -> d
         def finetune_function(self, *args: Any) -> None:
             pass
 
+    check = ExactnessCheck(steps=1)  # replays the steps that look
     trainer = make_trainer(
         AutomodelStrategy(activation_checkpointing={Block}),
         accumulate_grad_batches=2 if is_automatic else 1,
-        callbacks=[Finetuning(), WeightAveraging(), ModelCheckpoint(folder)],
+        callbacks=[Finetuning(), WeightAveraging(), ModelCheckpoint(folder), check],
         enable_checkpointing=True,
         limit_train_batches=2 if is_automatic else 1,
         limit_val_batches=1,
     )
     trainer.fit(Watched(), loader(), loader())
     look("after the fit")
+    assert check.verdict == "exact", check.verdict
     return {moment: sorted(names) for moment, names in seen.items()}
 
 
