@@ -16,7 +16,6 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS, FirstLooks
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
-from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
@@ -177,9 +176,15 @@ class MicroBatches:
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
-        self._check_can_run(loss)
         windows = self.windows
         engine = self.engine
+        if engine.backward is not None:
+            raise RuntimeError(NESTED_BACKWARD)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
+                " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
+            )
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
@@ -206,8 +211,20 @@ class MicroBatches:
             if not is_padding:
                 window.sums += sums.to(window.sums.device)
                 window.num_micro_batches += 1
-            run = partial(self.plugin.backward, objective, self.module, optimizer, *args, **kwargs)
-            backward = self._backpropagate(window, objective, loss, run)
+            # Gradients of open windows alone stand in `.grad` during the backward: what stood there is set aside.
+            with plain_access():
+                backward = windows.set_aside(window, engine.ends_window, is_padding)
+            engine.begin(backward, loss)
+            if objective.requires_grad:
+                when_backward_ends(objective, self._end_backward)
+            with self._recomputing():
+                self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
+            if engine.backward is not None:
+                self._end_backward()  # the module's own `backward` may have run one of another loss
+            if engine.backward is not None:
+                raise RuntimeError(NO_BACKWARD)
+            if engine.reached:
+                engine.check_foreign()
         except BaseException as error:
             windows.abandon(error)
             raise
@@ -221,39 +238,6 @@ class MicroBatches:
         finally:
             if not self.module.automatic_optimization:
                 engine.resume_step()
-
-    def _check_can_run(self, loss: Tensor) -> None:
-        """Raise if another backward of the strategy runs, or if the loss is not one number."""
-        if self.engine.backward is not None:
-            raise RuntimeError(NESTED_BACKWARD)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
-                " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
-            )
-
-    def _backpropagate(
-        self, window: Window, objective: Tensor, loss: Tensor, run: Callable[[], None]
-    ) -> BackwardPass:
-        """Let ``run`` backpropagate ``objective`` [], made of the user's ``loss`` [], and end that within autograd.
-
-        Meanwhile ``.grad`` holds the gradients of open windows alone: what stood there is set aside.
-        """
-        engine = self.engine
-        with plain_access():
-            backward = self.windows.set_aside(window, engine.ends_window, self._step.is_padding)
-        engine.begin(backward, loss)
-        if objective.requires_grad:
-            when_backward_ends(objective, self._end_backward)
-        with self._recomputing():
-            run()
-        if engine.backward is not None:
-            self._end_backward()  # the module's own `backward` may have run one of another loss
-        if engine.backward is not None:
-            raise RuntimeError(NO_BACKWARD)
-        if engine.reached:
-            engine.check_foreign()
-        return backward
 
     def _end_backward(self) -> None:
         """End the backward: ``.grad`` is then final if the window ends with it, else what it was before the backward.
