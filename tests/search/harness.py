@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -151,9 +152,7 @@ def differences(
             yield f"{name} is {float(outcome.buffers[name]):g} instead of {float(buffer):g}"
     if len(outcome.norms) != len(expected.norms):
         yield f"{len(outcome.norms)} norms instead of {len(expected.norms)}"
-    elif any(
-        relative_error(a, b) > 10 * tolerance for a, b in zip(outcome.norms, expected.norms, strict=True)
-    ):
+    elif _largest_error(outcome.norms, expected.norms) > 10 * tolerance:
         yield f"norms {outcome.norms} instead of {expected.norms}"
     # A rank without data has padding batches, whose gradients nobody asks for.
     if not case.more_batches:
@@ -161,15 +160,23 @@ def differences(
         own = expected.foreign[rank][-len(outcome.foreign) :] if outcome.foreign else []
         if len(own) != len(outcome.foreign) or (own == [] and expected.foreign[rank] and not case.stops):
             yield f"{len(outcome.foreign)} foreign gradients instead of {len(expected.foreign[rank])}"
-        # A gradient that should be zero is rounding, beside the others: BatchNorm of one row takes all of a
-        # rank's, or of all ranks. Those of these networks are otherwise far above 1e-5.
         largest = max((norm for of_rank in expected.foreign for norm in of_rank), default=0.0)
-        floor = max(1e-3 * largest, 1e-5)
-        errors = [abs(a - b) / max(b, floor, 1e-300) for a, b in zip(outcome.foreign, own, strict=False)]
-        if max(errors, default=0.0) > 10 * tolerance:
-            yield f"foreign gradients {max(errors):.1e}"
+        error = _largest_error(outcome.foreign, own, floor=1e-3 * largest)
+        if error > 10 * tolerance:
+            yield f"foreign gradients {error:.1e}"
     if case.manual is None and not case.stops:
         yield from _differences_of_report(case, outcome, expected)
+
+
+def _largest_error(actual: list[float], expected: list[float], floor: float = 0.0) -> float:
+    """The largest relative error of norms; infinite for a NaN.
+
+    A norm that should be zero is rounding: BatchNorm of one row takes all gradients of a rank, or of all ranks. Norms
+    of these networks are otherwise far above 1e-5.
+    """
+    floor = max(floor, 1e-5)
+    errors = [abs(a - b) / max(b, floor) for a, b in zip(actual, expected, strict=False)]
+    return max((error if math.isfinite(error) else math.inf for error in errors), default=0.0)
 
 
 def _differences_of_report(case: Case, outcome: Outcome, expected: Outcome) -> Iterator[str]:
