@@ -102,10 +102,7 @@ class TokenWeighting:
                 " it. Pass count_label_tokens=<function of the batch> or count='samples', or put labels"
                 f" under batch[{self.label_key!r}] (label_key=, ignore_index=)."
             ) from None
-        if isinstance(count, Tensor):
-            number = count.item()
-        else:
-            number = count
+        number = float(count)
         check_range(number)
         return number
 
@@ -186,10 +183,7 @@ class TokenWeighting:
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of one evaluated batch; see :meth:`AutomodelStrategy.evaluated`."""
-        if isinstance(output, Mapping):
-            loss = output.get("loss")
-        else:
-            loss = output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
@@ -225,6 +219,11 @@ class TokenWeighting:
             num_micro_batches=totals[2].long(),
             grad_norm=None,
         )
+
+
+def loss_of(output: Any) -> Any:
+    """[] the loss in what a step returned; None in a mapping without one."""
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def has_count(output: Any) -> bool:

@@ -790,7 +790,7 @@ SAMPLES = {"count": "samples"}
 SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
 of_gans = of_images.under("ddp", options={**SAMPLES, "ddp_kwargs": {"find_unused_parameters": True}})
-WEIGH = "Micro-batches weigh 25 % in them, where"
+WEIGH = "Micro-batches weigh 25 % in the gradients, where"
 TRAININGS: dict[str, Training] = {
     "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
     "ddp": Training(strategy="ddp", check={"steps": 2}),
@@ -839,7 +839,7 @@ TRAININGS: dict[str, Training] = {
         callbacks=lambda: [Halving()],
         trainer={"accumulate_grad_batches": 1},
         verdict="wrong",
-        says="Micro-batches weigh 50 % in them, where",
+        says="Micro-batches weigh 50 % in the gradients, where",
     ),
     # What the count cannot be proven by is in the verdict's sentence.
     "rows of one length": Training(data=rows_of_one_length, options=SAMPLES, says="EXACT if each"),
@@ -922,12 +922,12 @@ TRAININGS: dict[str, Training] = {
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
-        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says="is right, which is"
+        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says="is right, their share"
     ),
     "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
     "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),
     "one process, unequal": Training(
-        strategy="one", verdict="wrong", says="Micro-batches weigh 50 % in them, where"
+        strategy="one", verdict="wrong", says="Micro-batches weigh 50 % in the gradients, where"
     ),
     "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="label_shift="),
     "class weights": replace(
@@ -979,7 +979,7 @@ TRAININGS: dict[str, Training] = {
         graphs,
         strategy="lightning",
         verdict="wrong",
-        says=f"{WEIGH} 16.7 % to 33.3 % is right, which is their share of the loss terms",
+        says=f"{WEIGH} 16.7 % to 33.3 % is right, their share of the loss terms",
     ),
     "gathering": replace(
         of_images, module=Gathering, verdict="wrong", says="The loss of Gathering is gathered from all ranks"

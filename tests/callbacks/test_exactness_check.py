@@ -199,7 +199,7 @@ def test_four_ranks(pool4: RankPool) -> None:
     for found in pool4.run(four_ranks):
         verdicts = [verdict for verdict, _ in found]
         assert verdicts == ["exact", "exact", "exact", "wrong"], found
-        assert "Micro-batches weigh 25 % in them, where" in found[3][1]
+        assert "Micro-batches weigh 25 % in the gradients, where" in found[3][1]
 
 
 def raise_if_wrong() -> str:
@@ -212,7 +212,7 @@ def test_raises(pool2: RankPool) -> None:
     """On all ranks, with the report."""
     first, second = pool2.run(raise_if_wrong)
     assert first == second
-    assert "Micro-batches weigh 25 % in them, where" in first
+    assert "Micro-batches weigh 25 % in the gradients, where" in first
 
 
 RAISES_WITHIN = """

@@ -26,7 +26,8 @@ class MicroBatch:
         count: What it should weigh; NaN if it cannot be counted.
         parts: Those of its loss; empty if the graph does not tell.
         replayed_loss: As it is in the replay.
-        source: The rank that sends the batch to all: its own, or the first with the same data.
+        share: This rank's part of its share in the replayed loss of one batch.
+        source: The rank that sends the batch to all: the first with the same data.
         whole_count: The mean over all slices of the batch.
     """
 
@@ -36,6 +37,7 @@ class MicroBatch:
     count: float
     parts: list[LossTerm]
     replayed_loss: float = math.nan
+    share: float = math.nan
     source: int = 0
     whole_count: float = math.nan
 
@@ -138,14 +140,15 @@ class Counting:
 
     def sentence(self) -> str:
         """What the report says of the count, if it is not wrong."""
-        subject = f"Count ({plural(self.unit)})"
-        if doubt := self.doubt():
-            return f"{subject}: taken on trust, as {doubt}."
-        return f"{subject}: agrees with the loss, which divides by it."
+        doubt = self.doubt()
+        found = f"taken on trust, as {doubt}" if doubt else "agrees with the loss, which divides by it"
+        return f"Count ({plural(self.unit)}): {found}."
 
 
-def plural(noun: str) -> str:
-    """The plural of a countable noun."""
+def plural(noun: str, number: int = 2) -> str:
+    """The plural of a countable noun, unless there is one of it."""
+    if number == 1:
+        return noun
     return noun + ("es" if noun.endswith("ch") else "s")
 
 

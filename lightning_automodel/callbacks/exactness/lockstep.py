@@ -1,38 +1,36 @@
-"""Records windows of a run, and computes their micro-batches again in it: all ranks compute the same one together.
+"""Computes the micro-batches of recorded windows again in the run: all ranks compute the same one together.
 
-Every rank computes the same micro-batch, so that the mean over ranks, if an engine takes it, is its
-gradient: FSDP2 takes it after every backward outside of a window, DDP after none but its own.
+Then the mean over ranks, if an engine takes it, is its gradient: FSDP2 takes it after every backward outside of a
+window, DDP after none but its own.
 
 Under manual optimization a step runs to its end, but of its backwards only the micro-batch's own is computed,
 and where an optimizer would step, the weights are written that it had left in the run.
 """
 
-import functools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lightning_automodel.callbacks.exactness.counting import Counting, MicroBatch
-from lightning_automodel.callbacks.exactness.moment import leaving_no_trace, moment_of, restore
-from lightning_automodel.callbacks.running_strategy import run_of
+from lightning_automodel.callbacks.exactness.counting import MicroBatch
+from lightning_automodel.callbacks.exactness.moment import leaving_no_trace, restore
+from lightning_automodel.callbacks.exactness.recording import (
+    Parts,
+    RecordedWindow,
+    Recorder,
+    copies_of,
+    local_part,
+)
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import when_backward_ends
-from lightning_automodel.gradients.loss_graph import averaged_parts
-from lightning_automodel.gradients.window_records import BackwardPass, Window
-from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.gradients.token_loss import loss_of
 from lightning_automodel.internals.patching import PatchStack
 
 _CHANGE = 2e-4  # of the loss, that a step along the gradients aims at
@@ -40,29 +38,6 @@ _MOVE = 1e-2  # of the entries of a parameter without a gradient
 _SAMPLED = 1_000  # entries of each parameter, by which micro-batches are told apart
 _TIME_FOR_ALL = timedelta(minutes=30)
 _TIME_AFTER_ERROR = timedelta(seconds=20)
-
-Parts = dict[str, Tensor]
-"""This rank's parts of weights or gradients by parameter, in host memory; without those that have no gradient."""
-
-
-def copies_of(tensors: Mapping[str, Tensor]) -> Parts:
-    """Copies of them."""
-    return {name: local_part(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, dense, sharing memory if it is."""
-    with plain_access():
-        local = torch_internals.local_tensor(tensor.detach())
-    if local.is_sparse:
-        return local.to_dense()
-    return local
-
-
-def loss_of(output: Any) -> Tensor:
-    """[] the loss in what ``training_step`` has returned."""
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss
 
 
 class ReplayError(RuntimeError):
@@ -73,155 +48,6 @@ def agree(problem: str) -> None:
     """ReplayError on all ranks with the ``problem`` of the first that has one. A collective over the world."""
     for found in filter(None, collectives.gather_objects(problem)):
         raise ReplayError(found)
-
-
-@dataclass
-class Computed:
-    """What a micro-batch has given: this rank's part of its share in the loss of one batch, and its own loss."""
-
-    share: float
-    loss: float
-    gradients: Parts
-
-
-@dataclass
-class RecordedWindow:
-    """A window: this rank's micro-batches, and the gradients that it has added to ``older`` ones.
-
-    ``gradients`` are None as long as no backward has ended it.
-    """
-
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    older: Parts = field(default_factory=dict)
-    gradients: Parts | None = None
-
-
-class Recorder:
-    """Records windows, under manual optimization with the weights of each step, until ``patches`` are restored.
-
-    Attributes:
-        trainer: Of the run.
-        module: Whose steps are recorded.
-        is_automatic: Whether the Trainer runs backwards and optimizers.
-        run: What AutomodelStrategy owns; None under another strategy.
-        context: What slices batches under context parallelism.
-        device: Of this rank.
-        counting: What counts micro-batches.
-        parameters: By name; shards, also where the module shows gathered ones.
-        numel: [p] entries of each parameter, of all ranks.
-        is_sharded: Whether an engine takes part in backwards.
-        windows: Those that have begun; under another strategy by None.
-        batches: By training step, its whole batch and the moment before it, pickled, where that is possible.
-        step_weights: By training step of manual optimization, those before it and after each step of an optimizer in
-            it.
-    """
-
-    def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
-        self.trainer = trainer
-        self.module = trainer.lightning_module
-        self.is_automatic = self.module.automatic_optimization
-        self.run = run_of(trainer)
-        self.context = None if self.run is None else self.run.micro_batches.context
-        self.device = trainer.strategy.root_device
-        self.parameters = dict(self.module.named_parameters())
-        self.numel = torch.tensor([parameter.numel() for parameter in self.parameters.values()])
-        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
-        self.counting = counting
-        self._patches = patches
-        self._num_steps = 0
-
-    def start(self) -> None:
-        """Record from the next training step on."""
-        self.windows: dict[Window | None, RecordedWindow] = {}
-        self.batches: dict[int, bytes] = {}
-        self.step_weights: dict[int, list[Parts]] = {}
-        training_step = self.module.training_step
-        backward = self.trainer.strategy.backward
-
-        @functools.wraps(training_step)
-        def recorded_step(*args: Any, **kwargs: Any) -> Any:
-            self._before_step(*args, **kwargs)
-            output = training_step(*args, **kwargs)
-            if self.is_automatic and output is not None:
-                self._before_backward(loss_of(output), output)
-            return output
-
-        def recorded_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            self._before_backward(loss, kwargs)
-            backward(loss, *args, **kwargs)
-
-        # The engine calls this one when it has prepared weights and buffers.
-        self._patches.set(self.module, "training_step", recorded_step)
-        if self.run is not None:
-            self._patches.set(self.run.windows, "on_backward", self._after_backward)
-        if self.is_automatic:
-            return
-        self._patches.set(self.trainer.strategy, "backward", recorded_backward)
-        for optimizer in self.trainer.optimizers:
-            self._patches.callback(optimizer.register_step_post_hook(self._note_weights).remove)
-
-    def _before_step(self, batch: Any, *rest: Any) -> None:
-        self._batch = batch
-        self._num_steps += 1
-        self._num_backwards = 0
-        moment = moment_of(self.module, self.device)
-        arguments = (batch if self.context is None else self.context.whole, *rest)
-        with suppress(Exception):  # such as a lock in the batch
-            self.batches[self._num_steps] = pickle.dumps((move_data_to_device(arguments, "cpu"), moment))
-        if not self.is_automatic:
-            self.step_weights[self._num_steps] = []
-            self._note_weights()
-
-    def _note_weights(self, *_: Any) -> None:
-        self.step_weights[self._num_steps].append(copies_of(self.parameters))
-
-    def _before_backward(self, loss: Tensor, output: Any) -> None:
-        """``loss`` [] comes next; ``output`` may hold its count."""
-        self._num_backwards += 1
-        count = self.counting.count(self.module, self._batch, output, loss)
-        value = float(loss.detach())
-        self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, averaged_parts(loss))
-        if self.run is not None or not loss.requires_grad:
-            return
-        # Under another strategy: note what ``.grad`` holds before a window and after its backwards.
-        window = self.windows.setdefault(None, RecordedWindow())
-
-        def note_older(_: Tensor) -> None:
-            window.older = self._held_gradients()
-
-        if not window.micro_batches:
-            loss.register_hook(note_older)
-        window.micro_batches.append(self._newest)
-        when_backward_ends(loss, functools.partial(self._finish, window))
-
-    def _after_backward(self, backward: BackwardPass) -> None:
-        """``.grad`` holds the part of its window alone, which is final if that ends."""
-        window = self.windows.setdefault(backward.window, RecordedWindow())
-        if not backward.is_padding:
-            window.micro_batches.append(self._newest)
-        if backward.ends:
-            self._finish(window)
-
-    def _finish(self, window: RecordedWindow) -> None:
-        """Keep what ``.grad`` holds in addition to older gradients, without the scale of a scaler."""
-        scale = self._loss_scale() if self.run is None else 1.0
-        window.gradients = {
-            name: (gradient - window.older.get(name, 0)) / scale
-            for name, gradient in self._held_gradients().items()
-        }
-
-    def _held_gradients(self) -> Parts:
-        """What ``.grad`` holds of parameters that require gradients."""
-        with plain_access():
-            graded = {
-                n: p.grad for n, p in self.parameters.items() if p.requires_grad and p.grad is not None
-            }
-            return copies_of(graded)
-
-    def _loss_scale(self) -> float:
-        """What a gradient scaler multiplies losses by at the moment."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 class LockStep(Recorder):
@@ -249,7 +75,6 @@ class LockStep(Recorder):
         weights: This rank's parts of the weights at that moment.
         is_counted: Whether the counts of all micro-batches in the window are known.
         turns: The window's micro-batches, of all ranks; of slices, those of this rank's place.
-        unequal: Plain parameters of which ranks hold different values.
     """
 
     def take(self, window: RecordedWindow) -> None:
@@ -257,34 +82,32 @@ class LockStep(Recorder):
         self.window = window
         self.weights = copies_of(self.parameters)
         sampler = self.trainer.distributed_sampler_kwargs or {}
-        number = sampler.get("rank", self.trainer.global_rank)  # of the rank's data
-        sums = {
-            name: float(parameter.detach().double().sum().nan_to_num())
-            for name, parameter in self.parameters.items()
-            if not isinstance(parameter, DTensor)
-        }
-        gathered = collectives.gather_objects((number, window.micro_batches, sums))
-        numbers, by_rank, sums_by_rank = zip(*gathered, strict=True)
-        self.is_counted = self.counting.settle([each for of_rank in by_rank for each in of_rank])
-        self.unequal = [name for name in sums if len({of_rank[name] for of_rank in sums_by_rank}) > 1]
+        # Ranks with the same data have one number: they hold slices of its batches, or the same ones.
+        data = sampler.get("rank", self.trainer.global_rank)
+        gathered = collectives.gather_objects((data, window.micro_batches))
+        numbers = [number for number, _ in gathered]
+        place = numbers[: group_rank()].count(data)
+        self.is_counted = self.counting.settle([each for _, of_rank in gathered for each in of_rank])
         self.turns: list[MicroBatch] = []
-        for data in dict.fromkeys(numbers):
-            of_peers = [of_rank for other, of_rank in zip(numbers, by_rank, strict=True) if other == data]
-            for slices in zip(*of_peers, strict=True):
-                turn = slices[numbers[: group_rank()].count(number)]
-                turn.source = numbers.index(data)
+        for number in dict.fromkeys(numbers):
+            of_ranks = [of_rank for other, of_rank in gathered if other == number]
+            for slices in zip(*of_ranks, strict=True):
+                turn = slices[place]
+                turn.source = numbers.index(number)
                 turn.whole_count = sum(each.count for each in slices) / len(slices)
                 self.turns.append(turn)
+
+    def unequal(self) -> list[str]:
+        """Plain parameters of which ranks hold different values, by their sums."""
+        sums = [float(p.detach().double().sum().nan_to_num()) for p in self.plain.values()]
+        of_ranks = zip(*collectives.gather_objects(sums), strict=True)
+        return [name for name, found in zip(self.plain, of_ranks, strict=True) if len(set(found)) > 1]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Context of replays, which puts all back that a step may change."""
         module = self.module
         strategy = self.trainer.strategy
-
-        def nothing(*_: Any, **__: Any) -> None:
-            """In here: a function of a file would be state of the module, which it had not before the step."""
-
         wrapped = module.optimizers()
         optimizers = [*(wrapped if isinstance(wrapped, list) else [wrapped]), *self.trainer.optimizers]
         with leaving_no_trace(module, self.device), PatchStack() as patches, torch.enable_grad():
@@ -297,7 +120,8 @@ class LockStep(Recorder):
                 *((config.scheduler, "step") for config in self.trainer.lr_scheduler_configs),
                 (strategy, "clip_gradients"),  # of AutomodelStrategy, as is the last one
             ):
-                patches.set(owner, name, nothing, is_new=True)
+                # No function of a file, which would be state of the module.
+                patches.set(owner, name, lambda *_, **__: None, is_new=True)
             for optimizer in optimizers:
                 patches.set(optimizer, "step", self._step)
             patches.set(strategy, "backward", lambda loss, *_, **kwargs: self._backward(loss, kwargs))
@@ -334,9 +158,8 @@ class LockStep(Recorder):
                 f" {type(error).__name__}: {error}"
             )
         if self.is_sharded:
-            patience = _TIME_AFTER_ERROR if problem else _TIME_FOR_ALL
             try:
-                collectives.named_barrier("ExactnessCheck", patience)
+                collectives.named_barrier("ExactnessCheck", _TIME_AFTER_ERROR if problem else _TIME_FOR_ALL)
             except RuntimeError as error:
                 if not problem:
                     raise
@@ -348,10 +171,11 @@ class LockStep(Recorder):
 
     # --- One micro-batch --------------------------------------------------------------------------------------
 
-    def compute(self, turn: MicroBatch, weights: Sequence[Parts], scale: float | None = None) -> Computed:
-        """Compute a micro-batch's forward, and the backward of its share times ``scale`` if there is one.
+    def compute(self, turn: MicroBatch, weights: Sequence[Parts], scale: float | None = None) -> Parts:
+        """Run a micro-batch's forward, and the backward of its share times ``scale`` if there is one.
 
-        ``weights`` are written before its training step, and in place of each step of an optimizer in it.
+        ``weights`` are written before its training step, and in place of each step of an optimizer in it. Returns
+        this rank's parts of the gradients.
         """
         received = collectives.broadcast_object(self.batches.get(turn.step), turn.source)
         if not received:
@@ -396,9 +220,7 @@ class LockStep(Recorder):
         if self._backwards_left:
             return
         weighting = self.counting.weighting
-        aux = None
-        if self.run is not None:
-            aux = weighting.aux_loss(output, is_counted_ahead=True)
+        aux = weighting.aux_loss(output, is_counted_ahead=True) if self.run else None
         total = max(sum(turn.whole_count for turn in self.turns), 1e-30)
         share = weighting.objective(loss, self._turn.count, aux_loss=aux) / total  # [] of one batch's loss
         if aux is not None:
@@ -409,17 +231,19 @@ class LockStep(Recorder):
             with self._together():
                 pass  # no rank has raised before its backward
             self._differentiate(share * self._scale)
-        self._computed = Computed(float(share.detach()), float(loss.detach()), self._gradients())
+        self._turn.replayed_loss = float(loss.detach())
+        self._turn.share = float(share.detach())
+        self._computed = self._gradients()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, moment = pickle.loads(received)
         restore(moment, self.module, self.device)
-        batch, *rest = move_data_to_device(arguments, self.device)
-        if self.context is not None:
-            batch = self.context.slice(batch)
-        attention = nullcontext() if self.context is None else self.context.step("training_step")
+        arguments = move_data_to_device(arguments, self.device)
+        attention: AbstractContextManager[None] = nullcontext()
+        if self.run is not None:
+            arguments, attention = self.run.micro_batches.sliced(arguments, "training_step")
         with self.trainer.precision_plugin.train_step_context(), attention:
-            return self.module.training_step(batch, *rest)
+            return self.module.training_step(*arguments)
 
     def _differentiate(self, objective: Tensor) -> None:
         """Put the gradients of ``objective`` [] into ``.grad``. No window is open."""
@@ -432,14 +256,11 @@ class LockStep(Recorder):
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
 
-    @torch.no_grad()
     def _gradients(self) -> Parts:
         """The gradients in ``.grad``, averaged where no engine does it."""
-        parameters = list(self.parameters.values())
         if self.context is not None:
-            plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-            rescale_clip.average_gradients_(plain, self.context.group)
-        rescale_clip.share_experts_gradients_(parameters)
+            rescale_clip.average_gradients_(list(self.plain.values()), self.context.group)
+        rescale_clip.share_experts_gradients_(list(self.parameters.values()))
         return self._held_gradients()
 
     # --- One batch --------------------------------------------------------------------------------------------
@@ -453,10 +274,9 @@ class LockStep(Recorder):
         samples = []
         total: Parts = {}
         for turn in turns:
-            computed = self.compute(turn, self.step_weights.get(turn.step, [self.weights]), scale)
-            turn.replayed_loss = computed.loss
-            samples.append(self.sample(computed.gradients) / scale)
-            for name, gradient in computed.gradients.items():
+            gradients = self.compute(turn, self.step_weights.get(turn.step, [self.weights]), scale)
+            samples.append(self.sample(gradients) / scale)
+            for name, gradient in gradients.items():
                 total[name] = gradient + total.get(name, 0)
         return {name: gradient / scale for name, gradient in total.items()}, samples
 
@@ -506,6 +326,9 @@ class LockStep(Recorder):
 
     def _loss(self, weights: Parts) -> float:
         """The loss of one batch."""
-        shares = [self.compute(turn, [weights]).share for turn in self.turns]
-        finite = filter(math.isfinite, shares)  # a slice without label tokens has no loss
+        for turn in self.turns:
+            self.compute(turn, [weights])
+        finite = filter(
+            math.isfinite, [turn.share for turn in self.turns]
+        )  # of a slice without label tokens: NaN
         return sum(collectives.gather_objects(sum(finite))) / group_size()

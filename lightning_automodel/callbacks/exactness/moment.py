@@ -53,10 +53,12 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     random_states = rng.global_states(device)
     held = [(values, dict(values)) for values in _attributes(module).values()]
     for values, own in held:
-        for name in own.keys() - _OF_EVERY_MODULE:
-            if type(own[name]) in _COLLECTIONS:  # the step may add to one that is no state
-                values[name] = copy.copy(own[name])
-            elif isinstance(own[name], Iterator):
+        for name, value in own.items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            if type(value) in _COLLECTIONS:  # the step may add to one that is no state
+                values[name] = copy.copy(value)
+            elif isinstance(value, Iterator):
                 del values[name]
     try:
         yield

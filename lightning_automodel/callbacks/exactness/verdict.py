@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.callbacks.exactness.counting import percent, plural, range_of
-from lightning_automodel.callbacks.exactness.lockstep import LockStep, Parts, ReplayError, agree, local_part
+from lightning_automodel.callbacks.exactness.lockstep import LockStep, ReplayError, agree
+from lightning_automodel.callbacks.exactness.recording import Parts
 from lightning_automodel.data.samplers import Ranks, distributed_sampler, repeats
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
@@ -24,7 +24,6 @@ from lightning_automodel.internals import torch as torch_internals
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
-_COPIES = 5  # on the host: weights, and gradients of the run, of two replays and of a micro-batch
 _FACTOR = 4  # times the rounding that another order and scale show
 _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
@@ -83,7 +82,7 @@ def training_problem(lockstep: LockStep) -> str:
 
 def compare(lockstep: LockStep, asks_forwards: bool) -> StepResult:
     """Compare the window with one batch, by forwards alone too if ``asks_forwards``. A collective over the world."""
-    step = StepResult(counts=[turn.whole_count for turn in lockstep.turns], unequal=lockstep.unequal)
+    step = StepResult(counts=[turn.whole_count for turn in lockstep.turns], unequal=lockstep.unequal())
     run = lockstep.window.gradients or {}
     with lockstep.apart():
         try:
@@ -103,8 +102,7 @@ def _window_problem(lockstep: LockStep) -> str:
     if window.gradients is None:
         return "no backward of the loss that training_step has returned was seen"
     for name in window.gradients:
-        parameter = lockstep.parameters[name]
-        if torch_internals.has_hooks(parameter) and not isinstance(parameter, DTensor):
+        if name in lockstep.plain and torch_internals.has_hooks(lockstep.plain[name]):
             return (
                 f"{name} has a hook (register_hook), which sees something else in each"
                 " micro-batch than in one batch: use on_before_optimizer_step, or remove it for the check"
@@ -131,8 +129,25 @@ def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
         eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
     step.is_half = eps > _HALF
     agree(_unrepeatable(step, lockstep))
-
     again, _ = lockstep.one_batch(lockstep.turns[::-1], scale=0.75)  # which rounds differently
+    _measure(step, lockstep, run, exact, again, eps)
+    if step.rounding > _MOST_ROUNDING and not (step.is_half or step.is_wrong):
+        raise ReplayError(
+            f"another order and scale change them by {percent(step.rounding)}: by rounding, which"
+            " precision='64-true' tells, or by a hook of the backward that is not linear"
+        )
+    _explain(step, lockstep, samples, lockstep.sample(run))
+    if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL * step.rounding:
+        raise ReplayError(
+            f"they are {percent(step.gradient_error)} off, which may be rounding (here"
+            f" {percent(step.rounding)}) or not: check with precision='32-true'"
+        )
+
+
+def _measure(
+    step: StepResult, lockstep: LockStep, run: Parts, exact: Parts, again: Parts, eps: float
+) -> None:
+    """How far the ``run`` is off the ``exact`` gradients, and whether that is more than what rounds them ``again``."""
     off = lockstep.norms(run, exact)
     rounding = lockstep.norms(again, exact)
     size = lockstep.norms(exact, {})
@@ -146,27 +161,9 @@ def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
     # Its rounding, and its share of all rounding: it may be zero but for rounding.
     share = (lockstep.numel / lockstep.numel[size > 0].sum().clamp(min=1)).sqrt()
     is_off = off > _FACTOR * rounding + least * size + limit * total * share
-    rows = zip(off.tolist(), (off / size).tolist(), is_off, lockstep.parameters, strict=True)
-    step.parameters = {name: error for _, error, found, name in sorted(rows, reverse=True) if found}
+    errors = zip(lockstep.parameters, (off / size).tolist(), is_off, strict=True)
+    step.parameters = {name: error for name, error, found in errors if found}
     step.is_wrong = step.gradient_error > limit or bool(step.parameters)
-    if step.rounding > _MOST_ROUNDING and not (step.is_half or step.is_wrong):
-        raise ReplayError(
-            f"another order and scale change them by {percent(step.rounding)}: by rounding, which"
-            " precision='64-true' tells, or by a hook of the backward that is not linear"
-        )
-    is_explained = _explain(step, samples, lockstep.sample(run), lockstep.counting.unit)
-    if step.is_wrong and not is_explained:
-        if is_overridden("backward", lockstep.module):
-            raise ReplayError(
-                f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
-            )
-        named = [f"{name} ({percent(error)})" for name, error in step.parameters.items()]
-        step.explanation = f"Parameters that are off: {list_first(named, 4)}."
-    if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL * step.rounding:
-        raise ReplayError(
-            f"they are {percent(step.gradient_error)} off, which may be rounding (here"
-            f" {percent(step.rounding)}) or not: check with precision='32-true'"
-        )
 
 
 def _unrepeatable(step: StepResult, lockstep: LockStep) -> str:
@@ -184,38 +181,43 @@ def _unrepeatable(step: StepResult, lockstep: LockStep) -> str:
     return ""
 
 
-def _explain(step: StepResult, samples: Sequence[Tensor], run: Tensor, unit: str) -> bool:
-    """Say what micro-batches weigh in the gradients. Returns whether that explains why they are off.
+def _explain(step: StepResult, lockstep: LockStep, samples: list[Tensor], run: Tensor) -> None:
+    """Say what micro-batches weigh in the gradients, or which parameters are off if that is no reason.
 
     ``samples`` [k] are entries of what each micro-batch adds to those of one batch, ``run`` [k] the same entries
-    of the run's.
+    of the run's. ReplayError if the gradients may be meant so.
     """
     counts = torch.tensor(step.counts, dtype=torch.float64)
     right = counts / counts.sum().clamp_min(1e-300)
-    weigh = f"{range_of(right)} in them"
-    parts = torch.stack(list(samples), dim=1)
+    share = f"their share of the {plural(lockstep.counting.unit)}"
+    parts = torch.stack(samples, dim=1)
     found = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
     factors = torch.where(parts.any(dim=0), found, 1.0)
     size = run.norm().clamp_min(1e-300)
     left = (parts @ factors - run).norm() / size
     direct = (parts.sum(dim=1) - run).norm() / size
-    error = (factors - 1).abs().max()
-    is_explained = (
-        left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if step.is_wrong else 0.02)
-    )
-    if is_explained:
+    largest = (factors - 1).abs().max()
+    if left < 0.05 and left < 0.3 * direct and largest > max(4 * left, 0 if step.is_wrong else 0.02):
         step.is_wrong = True  # by a weight that rounding does not explain, in half precision
-        weigh = f"{range_of(factors * right)} in them, where {range_of(right)} is right"
-    step.explanation = f"Micro-batches weigh {weigh}, which is their share of the {plural(unit)}."
-    return bool(is_explained)
+        step.explanation = (
+            f"Micro-batches weigh {range_of(factors * right)} in the gradients, where {range_of(right)} is right,"
+            f" {share}. AutomodelStrategy weighs them so; under it, look for a loss that the step divides or gathers."
+        )
+    elif not step.is_wrong:
+        step.explanation = f"Micro-batches weigh {range_of(right)} in the gradients, {share}."
+    elif is_overridden("backward", lockstep.module):
+        raise ReplayError(
+            f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
+        )
+    else:
+        named = [f"{name} ({percent(error)})" for name, error in step.parameters.items()]
+        step.explanation = f"Parameters that are off: {list_first(named, 4)}."
 
 
 # --- In words ----------------------------------------------------------------------------------------------------
 
 
-def conclude(
-    steps: Sequence[StepResult], lockstep: LockStep, seconds: float, reason: str
-) -> tuple[str, list[str]]:
+def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tuple[str, list[str]]:
     """The verdict, EXACT only if every step was checked, and the lines of the report. A collective over the world.
 
     ``reason`` is that against a training of which no step was compared.
@@ -237,19 +239,24 @@ def conclude(
 
     rests_on = _resting_on(steps[0], lockstep) if verdict == EXACT else ""
     lines = [
-        f"ExactnessCheck: {verdict.upper()}{rests_on} in {_number_of(len(steps), 'window')} on"
-        f" {_number_of(group_size(), 'rank')}."
+        f"ExactnessCheck: {verdict.upper()}{rests_on} in {len(steps)} {plural('window', len(steps))} on"
+        f" {group_size()} {plural('rank', group_size())}."
     ]
     if wrong_count:
         lines.append(f"The count is wrong: {wrong_count}")
     if problems:
-        lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
+        lines.append(
+            f"Gradients of {len(problems)} of {len(steps)} windows cannot be judged: {problems[0]}."
+        )
     if checked:
         errors = ", ".join(percent(step.gradient_error) for step in checked)
         rounding = percent(max(step.rounding for step in checked))
         batch = "one batch that is weighted by this count" if wrong_count else "one batch"
         lines.append(f"Gradients are {errors} off those of {batch} (rounding alone: {rounding}).")
-        lines.append((wrong or checked)[0].explanation)
+        explanation = (wrong or checked)[0].explanation
+        if len(checked) > 1:
+            explanation = f"In the first {'wrong window' if wrong else 'window'}: {explanation}"
+        lines.append(explanation)
     if (
         not wrong
         and counting.unit != "micro-batch"
@@ -262,16 +269,12 @@ def conclude(
         lines.append(counting.sentence())
     if steps[0].keeps_promise:
         lines.append(
-            f"Along them the loss changes by {steps[0].slope:.4g} of what they promise, by forwards alone."
+            f"Along the gradients the loss changes by {steps[0].slope:.4g} of what they promise (1 is right), by"
+            " forwards alone."
         )
     for sampler in map(distributed_sampler, CombinedLoader(lockstep.trainer.train_dataloader).flattened):
         if sampler is not None and not isinstance(sampler.num_replicas, Ranks):
             lines.append(f"{repeats(sampler)}: one process takes each once, which these steps do not show.")
-    mib = sum(local_part(p).nbytes for p in lockstep.parameters.values()) / 2**20
-    lines.append(
-        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
-        f" {_COPIES * mib:.3g} MiB and its micro-batches."
-    )
     return verdict, lines
 
 
@@ -294,8 +297,3 @@ def _resting_on(first: StepResult, lockstep: LockStep) -> str:
         f"{text} (along the gradients the loss changes by {first.slope:.4g} of what they promise: is a part"
         " detached on purpose? Else check with data_parallel='ddp')"
     )
-
-
-def _number_of(number: int, noun: str) -> str:
-    """A number with its noun, such as "2 ranks"."""
-    return f"{number} {noun if number == 1 else plural(noun)}"
