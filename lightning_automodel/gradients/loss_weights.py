@@ -23,8 +23,9 @@ _OF_SUMS = (
 )
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or"
-        f" count_label_tokens=.{_SEVERAL}"
+        f"{_GIVE}, or say what to count by label_key=, ignore_index= or count_label_tokens=. If the two numbers"
+        " differ by the number of rows: a loss that shifts the labels, as a Hugging Face causal language model's,"
+        f" needs label_shift=1, any other needs label_shift=0.{_SEVERAL}"
     ),
     "class weights": (
         "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
