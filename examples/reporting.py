@@ -26,10 +26,10 @@ class Summary(L.Callback):
     """Prints one line at the start, and at the end the loss on held-back files and where everything is."""
 
     def __init__(self) -> None:
-        self.started_at = time.perf_counter()
         self.val_losses: dict[int, float] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.started_at = time.perf_counter()
         if trainer.is_global_zero:
             num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             print(
@@ -37,6 +37,9 @@ class Summary(L.Callback):
                 f" of the standard library: {trainer.world_size} ranks, {type(trainer.strategy).__name__}",
                 flush=True,
             )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.first_step = trainer.global_step  # not 0 in a resumed run
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The validation before training is step 0.
@@ -48,7 +51,8 @@ class Summary(L.Callback):
             print(f"\n\nLoss on {num_functions} held-back functions, nats a byte")
             for step in sorted({min(self.val_losses), max(self.val_losses)}):
                 print(f"  step {step:<4} {self.val_losses[step]:.3f}")
-            print(f"\nTook {time.perf_counter() - self.started_at:.0f} s, {trainer.global_step} steps.")
+            seconds = time.perf_counter() - self.started_at
+            print(f"\nTook {seconds:.0f} s, {trainer.global_step - self.first_step} steps.")
             print(f"Checkpoint: {os.path.relpath(trainer.checkpoint_callback.best_model_path)}")
             print(f"Report:     {Path(trainer.default_root_dir) / 'report.html'}", flush=True)
 
