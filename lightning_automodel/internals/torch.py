@@ -57,6 +57,12 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return buffers
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary of a module's own parameters, whose entries sharding replaces."""
+    parameters: dict[str, nn.Parameter | None] = module._parameters
+    return parameters
+
+
 def is_read_by_torch() -> bool:
     """Whether this thread runs a backward or its callbacks, or traces a graph: torch then reads tensors as they are."""
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()

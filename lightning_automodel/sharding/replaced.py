@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.units import class_name
 
@@ -60,10 +61,11 @@ class ModuleParameters:
         """
         path_of: dict[nn.Parameter, str] = {}
         for prefix, owner in self._module.named_modules():
-            for name, parameter in owner._parameters.items():
+            held = torch_internals.parameters_of(owner)
+            for name, parameter in held.items():
                 if parameter is not None:
                     path = f"{prefix}.{name}".lstrip(".")
-                    self._places.append((path, owner._parameters, parameter))
+                    self._places.append((path, held, parameter))
                     path_of.setdefault(parameter, path)
         self.named = {path: parameter for parameter, path in path_of.items()}
         self._known = set(map(id, path_of))
