@@ -1,7 +1,30 @@
-"""The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
+"""The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it.
+
+=====================  ======================================================  =====================================
+state                  meaning                                                 from, until
+=====================  ======================================================  =====================================
+``_options``           the keywords                                            creation, for good
+``_advice``            what has been told: each thing is told once             creation, for good
+``_saver``             writes checkpoints; a save may be in flight             creation, for good
+``_supervisor``        starts and ends ranks together; knows of failures       creation, for good
+``_layer_sync``        of ``Trainer(sync_batchnorm=True)``, else None          the Trainer's creation, for good
+``_mesh``              the ranks and their groups                              ``setup_environment``, the next one
+``_barriers``          names of the barriers that Lightning has called         ``setup_environment``, the next one
+``_evaluation_steps``  how many there were outside of a fit                    joining, the next one
+``_setup_block``       ``first_rank_setup``                                    "pre_setup", "post_setup"
+``_trainer``           whose run it is                                         ``setup``, ``teardown``
+``_patches``           on the Trainer, its callbacks and the module            "pre_setup", ``teardown``
+``_run``               the distributed model and what trains it                ``setup``, the next run: ``last_step``
+                                                                               reads it after ``teardown``
+``_resume``            of a fit: what its checkpoints need to go on exactly    ``setup``, ``teardown``
+``_ended_fit``         where the last fit has ended, for later saves           ``teardown``, the next fit
+``_loader``            the checkpoint that Lightning restores                  ``load_checkpoint``, "run-stage"
+``_stops``             whether all ranks stop where this window ends           one training step
+=====================  ======================================================  =====================================
+"""
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -21,12 +44,10 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -58,10 +79,6 @@ from lightning_automodel.sharding import checks, meta_init, weight_averaging
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
-
-
-def _state_on(state: Any, device: torch.device) -> Any:
-    return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -228,7 +245,6 @@ class AutomodelStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
         self.num_nodes = 1
-        # What lasts for all runs of this strategy.
         self._advice = Advice()
         self._saver = CheckpointSaver(
             options.is_sharded,
@@ -237,20 +253,18 @@ class AutomodelStrategy(ParallelStrategy):
             options.parsed_timeout,
         )
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
-        self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
-        # What lasts for one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read
-        # it; the next run sets it again.
-        self._patches = PatchStack()  # on the Trainer, its callbacks and the module
-        self._mesh: RunMesh | None = None  # once the ranks have joined
-        self._trainer: pl.Trainer | None = None  # from `setup` to `teardown`
-        self._barriers: set[str | None] = set()  # names of the barriers that Lightning has called
-        self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
-        self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
-        self._resume: Resume | None = None  # of a fit, while it runs
-        self._ended_fit: Resume | None = None  # where the last fit has ended, for later saves
-        self._loader = CheckpointLoader()  # of the checkpoint that Lightning restores
-        self._evaluation_steps = 0  # outside of a fit
-        self._stops = False  # whether all ranks stop where this window ends
+        self._layer_sync: LayerSync | None = None
+        self._patches = PatchStack()
+        self._trainer: pl.Trainer | None = None
+        self._resume: Resume | None = None
+        self._setup_block = ExitStack()
+        self._loader = CheckpointLoader()
+        self._mesh: RunMesh | None = None
+        self._barriers: set[str | None] = set()
+        self._run: TrainingRun | None = None
+        self._ended_fit: Resume | None = None
+        self._evaluation_steps = 0
+        self._stops = False
 
     @classmethod
     @override
@@ -531,7 +545,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._required_run.patch_plugin()
         if fitting:
-            self._move_optimizer_states()
+            self._required_run.move_optimizer_states(self.optimizers)
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _start_run(self, trainer: "pl.Trainer") -> None:
@@ -564,20 +578,6 @@ class AutomodelStrategy(ParallelStrategy):
             run.zero_before_validation(zero_grad)
 
         self._patches.set(module, "on_validation_model_zero_grad", stop_or_zero_grad)
-
-    def _move_optimizer_states(self) -> None:
-        """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.
-
-        Shards stay where they are, and so do counters of steps, which optimizers expect where they made them.
-        """
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                device = parameter.device if isinstance(parameter, Tensor) else self.root_device
-                if not isinstance(state, MutableMapping):
-                    optimizer.state[parameter] = _state_on(state, device)
-                    continue
-                for key in state.keys() - {"step"}:
-                    state[key] = _state_on(state[key], device)
 
     @override
     def model_to_device(self) -> None:

@@ -1,13 +1,15 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -42,11 +44,29 @@ from lightning_automodel.sharding.replaced import ModuleParameters
 from lightning_automodel.sharding.replicas import check_replicas
 
 
+def _state_on(state: Any, device: torch.device) -> Any:
+    return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
+
+
 class TrainingRun:
     """The distributed model of one run, and what trains it. Its patches last as long as the run.
 
     Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank
     fails, the supervisor tells the others.
+
+    Attributes:
+        module: The user's.
+        model: What the Trainer calls: the module, or DistributedDataParallel around it.
+        plugin: The Trainer's precision plugin.
+        device: Of this rank.
+        advice: What the user has been told.
+        patches: Restored when the run ends.
+        parameters: The module's, before and after sharding has replaced them.
+        engine: Distributes the module and reduces gradients.
+        windows: The accumulation windows of a fit.
+        steps: Watches, clips and checks before optimizers step.
+        inputs: The data of ranks with unequal amounts.
+        micro_batches: Runs training steps and backwards.
     """
 
     def __init__(
@@ -245,6 +265,20 @@ class TrainingRun:
             self.steps.whole.take(optimizer)
         self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
         checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
+
+    def move_optimizer_states(self, optimizers: list[Optimizer]) -> None:
+        """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.
+
+        Shards stay where they are, and so do counters of steps, which optimizers expect where they made them.
+        """
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                device = parameter.device if isinstance(parameter, Tensor) else self.device
+                if not isinstance(state, MutableMapping):
+                    optimizer.state[parameter] = _state_on(state, device)
+                    continue
+                for key in state.keys() - {"step"}:
+                    state[key] = _state_on(state[key], device)
 
     def check_parameters(self) -> None:
         """Raise before a window's first training step if parameters were replaced or hooked since set-up."""
