@@ -123,10 +123,7 @@ class TrainingRun:
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters, options.count_window_ahead)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
-        if fitting:
-            checkpointed = options.activation_checkpointing
-        else:
-            checkpointed = False
+        checkpointed = options.activation_checkpointing if fitting else False
         policy = options.auto_wrap_policy
         is_automatic = module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)

@@ -85,10 +85,7 @@ class EvaluationLoss(Callback):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        if trainer.testing:
-            step = "test_step"
-        else:
-            step = "validation_step"
+        step = "test_step" if trainer.testing else "validation_step"
         strategy = automodel(trainer)
         if strategy is None and not has_count(outputs):
             raise ValueError(

@@ -47,10 +47,7 @@ class Holders(NamedTuple):
 
 
 def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
-    """Which ranks hold the parts of this rank's copy of a tensor. Not a collective.
-
-    Raises NotImplementedError for a placement that is neither a shard nor a replica.
-    """
+    """Ranks that hold the parts of this rank's copy. NotImplementedError if a placement is no shard or replica."""
     own = mesh.get_coordinate()
     assert own is not None
     splits: list[Split] = []

@@ -91,10 +91,7 @@ class DDPEngine(Engine):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self._mesh)
             kwargs = {**kwargs, "init_sync": False}
-        if device.type == "cpu":
-            device_ids = None
-        else:
-            device_ids = [device.index]
+        device_ids = None if device.type == "cpu" else [device.index]
         return DistributedDataParallel(
             module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
         )

@@ -65,10 +65,7 @@ def _reason(needed: int, spare: int) -> str:
 
 
 def spare_bytes(needed: dict[str, int], placement: Placement) -> int:
-    """What the rank with least may keep unsharded in half of its free memory, beside its own optimizer state.
-
-    A collective over the world, on the hosts.
-    """
+    """What the rank with least may keep in half of its free memory, beside its optimizer state. A collective."""
     free = free_bytes(placement.device, placement.local_ranks)
     spare = torch.tensor(int(free * FREE_MEMORY_SHARE) - needed[STATE])
     return int(collectives.reduce_tensor(spare, placement.host_group, "min", collectives.HOST))
@@ -97,10 +94,7 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may still allocate on ``device``, 0 if that is unknown.
-
-    On a CPU the rank's share of the machine's memory, whoever else uses it.
-    """
+    """Bytes that this rank may still allocate on ``device``, on a CPU its share of the machine; 0 if unknown."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
     try:
