@@ -922,7 +922,10 @@ TRAININGS: dict[str, Training] = {
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
-        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says="is right, their share"
+        strategy="lightning",
+        trainer={"precision": "bf16-mixed"},
+        verdict="wrong",
+        says="is right, their share",
     ),
     "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
     "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),

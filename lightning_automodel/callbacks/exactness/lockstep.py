@@ -328,7 +328,6 @@ class LockStep(Recorder):
         """The loss of one batch."""
         for turn in self.turns:
             self.compute(turn, [weights])
-        finite = filter(
-            math.isfinite, [turn.share for turn in self.turns]
-        )  # of a slice without label tokens: NaN
+        # A slice without label tokens has no loss.
+        finite = filter(math.isfinite, [turn.share for turn in self.turns])
         return sum(collectives.gather_objects(sum(finite))) / group_size()
