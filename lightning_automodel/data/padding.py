@@ -1,7 +1,7 @@
 """Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in metrics_in(module)]
+        self._metrics = [
+            (metric, lightning_internals.metric_state(metric)) for metric in metrics_in(module).values()
+        ]
         self._buffers = [
             (owner, name, buffer)
             for owner in module.modules()
@@ -39,18 +41,44 @@ class ModuleState:
             lightning_internals.set_metric_state(metric, state)
 
 
-def metrics_in(module: nn.Module) -> set[Metric]:
-    """All TorchMetrics of ``module``, also those that are no submodules: in a dict or a list of its own."""
-    found: set[Metric] = set()
-    for owner in module.modules():
-        for attribute in vars(owner).values():
-            if isinstance(attribute, Mapping):  # submodules lie in one, too
-                attribute = attribute.values()
-            elif not isinstance(attribute, list | tuple):
-                continue
-            held = [value for value in attribute if isinstance(value, nn.Module)]
-            found.update(part for value in held for part in value.modules() if isinstance(part, Metric))
+def metrics_in(module: nn.Module) -> dict[str, Metric]:
+    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own."""
+    found: dict[str, Metric] = {}
+    seen: set[int] = set()
+
+    def add(path: str, held: nn.Module) -> None:
+        for name, part in held.named_modules(prefix=path):
+            if isinstance(part, Metric) and id(part) not in seen:
+                seen.add(id(part))
+                found[name] = part
+
+    add("", module)
+    for path, owner in module.named_modules():
+        for held_path, held in _held_modules(path, vars(owner)):
+            add(held_path, held)
     return found
+
+
+_MOST_HELD = 1000
+"""Longer lists hold data, which is not searched for metrics."""
+
+
+def _held_modules(path: str, held: Any, depth: int = 4) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in a dict, list or tuple, and in those that it holds, ``depth`` of them one in the other."""
+    entries: Iterable[tuple[Any, Any]]
+    if isinstance(held, dict):
+        entries = held.items()
+    elif isinstance(held, list | tuple):
+        entries = enumerate(held)
+    else:
+        return
+    if len(held) > _MOST_HELD or depth == 0:
+        return
+    for key, value in entries:
+        if isinstance(value, nn.Module):
+            yield f"{path}.{key}", value
+        else:
+            yield from _held_modules(f"{path}.{key}", value, depth - 1)
 
 
 def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
 
+from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 from lightning_automodel.sharding import weight_averaging
@@ -87,8 +87,8 @@ def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[
     """Copies of the states of TorchMetrics objects, and how often they were updated, but for some ids."""
     return {
         name: lightning_internals.metric_state(metric)
-        for name, metric in module.named_modules()
-        if isinstance(metric, Metric) and id(metric) not in left_out
+        for name, metric in metrics_in(module).items()
+        if id(metric) not in left_out
     }
 
 
@@ -119,8 +119,8 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     Returns:
         Names of saved buffers whose module this run does not have.
     """
-    for name, metric in module.named_modules():
-        if name in loaded["metrics"] and isinstance(metric, Metric):
+    for name, metric in metrics_in(module).items():
+        if name in loaded["metrics"]:
             lightning_internals.set_metric_state(metric, loaded["metrics"][name])
     unknown = _restore_buffers(module, loaded["buffers"], device)
     restore_flags(module, loaded["flags"])

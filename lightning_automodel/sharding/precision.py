@@ -57,7 +57,7 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
 def convert_metrics(plugin: Precision, module: nn.Module) -> None:
     """Make TorchMetrics float64 under 64-true, at once: after a first log, ranks would reduce two dtypes."""
     if isinstance(plugin, DoublePrecision):
-        for metric in metrics_in(module):
+        for metric in metrics_in(module).values():
             metric.to(torch.float64)
 
 

@@ -123,7 +123,7 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         return gather_all_tensors(value, group or mesh.group)
 
-    for metric in metrics_in(module) if mesh.tensor_group is not None else ():
+    for metric in metrics_in(module).values() if mesh.tensor_group is not None else ():
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 

@@ -34,7 +34,7 @@ class Padded(LabelledModule):
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
-        self.unregistered = {"steps": SumMetric(sync_on_compute=False)}  # no submodule
+        self.unregistered = {"train": [SumMetric(sync_on_compute=False)]}  # no submodule
         self.seen = 0
         self.fillers = 0
         self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
@@ -51,7 +51,7 @@ class Padded(LabelledModule):
         self.log("number", float(tokens), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("most", float(tokens), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.unregistered["steps"].update(1)
+        self.unregistered["train"][0].update(1)
         self.seen += not self.trainer.strategy.is_filler
         self.fillers += self.trainer.strategy.is_filler
         batch.clear()
@@ -87,7 +87,7 @@ def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate
         "micro_batches": [int(report.num_micro_batches) for report in reports.reports],
         "tokens": int(module.tokens),
         "seen": module.seen,
-        "unregistered": int(module.unregistered["steps"].compute()),
+        "unregistered": int(module.unregistered["train"][0].compute()),
         "fillers": module.fillers,
         "random": float(torch.rand(1)),
         "steps": trainer.global_step,

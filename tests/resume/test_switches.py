@@ -60,16 +60,19 @@ def test_averaging_is_refused(pool1: RankPool, tmp_path: Path) -> None:
 
 
 class Keeping(Learner):
-    """Keeps a metric that is not logged itself."""
+    """Keeps metrics that are not logged themselves, one of them no submodule."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.newest = SumMetric()
+        self.held = {"train": [SumMetric()]}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         output = super().training_step(batch, batch_idx)
         self.newest.update(output["loss"].detach())
         self.log("newest", self.newest.compute())
+        self.held["train"][0].update(output["loss"].detach())
+        self.log("held", self.held["train"][0].compute())
         return output
 
 

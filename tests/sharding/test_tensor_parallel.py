@@ -265,18 +265,18 @@ class CountsSamples(TensorParallelModule):
         super().__init__(model)
         self.logged = SumMetric()
         self.computed = SumMetric()
-        self.held = {"sum": SumMetric()}
+        self.held = {"val": {"sum": SumMetric()}}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self(batch)
         value = batch["labels"].double().sum()
         self.logged(value)
         self.computed.update(value)
-        self.held["sum"].update(value)
+        self.held["val"]["sum"].update(value)
         self.log("logged", self.logged)
 
     def on_validation_epoch_end(self) -> None:
-        computed = (self.computed, copy.deepcopy(self.computed), self.held["sum"])
+        computed = (self.computed, copy.deepcopy(self.computed), self.held["val"]["sum"])
         self.found = tuple(float(metric.compute()) for metric in computed)
 
 
@@ -284,7 +284,7 @@ def _sums() -> tuple[float, ...]:
     module = CountsSamples(decoder())
     trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
     trainer.validate(module, DataLoader(micro_batches(CASE)[data_rank()], batch_size=None), verbose=False)
-    left = [metric.dist_sync_fn for metric in (module.logged, module.computed, module.held["sum"])]
+    left = [metric.dist_sync_fn for metric in (module.logged, module.computed, module.held["val"]["sum"])]
     assert left == [None] * 3
     return float(trainer.callback_metrics["logged"]), *module.found
 
