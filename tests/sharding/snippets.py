@@ -54,18 +54,6 @@ class Trained:
 
 
 Snippet = Callable[[Trained], Any]
-READS: dict[str, Snippet] = {}
-WRITES: dict[str, Snippet] = {}
-
-
-def _reads(snippet: Snippet) -> Snippet:
-    READS[snippet.__name__.strip("_").replace("_", " ")] = snippet
-    return snippet
-
-
-def _writes(snippet: Snippet) -> Snippet:
-    WRITES[snippet.__name__.strip("_").replace("_", " ")] = snippet
-    return snippet
 
 
 def ramp(like: Tensor) -> Tensor:
@@ -95,9 +83,8 @@ def _with_nan(tensor: Tensor) -> Tensor:
     return copied
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
-
-READS |= {
+READS: dict[str, Snippet] = {
+    # Numbers.
     "norm": lambda net: net.weight.grad.norm(),
     "norm as a number": lambda net: float(net.weight.norm()),
     "largest of a short layer": lambda net: net.short.grad.abs().max(),
@@ -127,11 +114,7 @@ READS |= {
     "compared with a number": lambda net: bool(net.weight.grad.norm() > 1e-3),
     "compared by Python": lambda net: max(p.grad.norm() for p in net.parameters),
     "sum by Python": lambda net: sum(p.square().sum() for p in net.parameters),
-}
-
-# --- Several tensors --------------------------------------------------------------------------------------------------
-
-READS |= {
+    # Several tensors.
     "product of matrices": lambda net: net.weight @ net.other.T,
     "product with a plain matrix": lambda net: (
         ramp(net.weight) @ net.other.T,
@@ -157,11 +140,7 @@ READS |= {
     "chosen": lambda net: torch.where(net.weight > 0, net.weight, ramp(net.weight)).sum(),
     "broadcast": lambda net: (net.weight * ramp(net.weight[0]) - ramp(net.weight[:, :1])).sum(1),
     "outer product": lambda net: (torch.outer(net.weight[0], net.bias), net.weight * net.bias),
-}
-
-# --- Parts, copies and what loggers take -----------------------------------------------------------------------------
-
-READS |= {
+    # Parts, copies and what loggers take.
     "rows": lambda net: net.weight.grad[rows(net.weight)],
     "a row and an element": lambda net: (net.weight[4], net.weight[4, 1].item(), net.weight[-1][0]),
     "masked": lambda net: net.weight[net.weight > 0],
@@ -200,60 +179,6 @@ READS |= {
 }
 
 
-@_reads
-def _copied(net: Trained) -> Any:
-    copied = copy.deepcopy(net.weight)
-    cloned = net.weight.detach().clone()
-    copied.data.add_(1)
-    cloned.zero_()
-    return copied.sum(), cloned.sum(), net.weight.sum()
-
-
-@_reads
-def _into_plain_tensors(net: Trained) -> Any:
-    mean = torch.zeros(net.weight.shape, dtype=torch.float64)
-    mean.copy_(net.weight.detach())
-    mean.mul_(0.9).add_(net.weight.grad, alpha=0.1)
-    mean.lerp_(net.other.detach(), 0.25)
-    mean += net.weight.detach()
-    mean[rows(mean)] = net.weight.detach()[rows(mean)]
-    torch._foreach_add_([mean], [net.weight.grad], alpha=2)
-    return mean
-
-
-@_reads
-def _out(net: Trained) -> Any:
-    result = torch.empty(net.weight.shape, dtype=torch.float64)
-    norms = torch.empty(net.weight.shape[1], dtype=torch.float64)
-    torch.add(net.weight.grad, net.other.grad, out=result)
-    torch.linalg.vector_norm(net.weight.grad, dim=0, out=norms)
-    return result, norms
-
-
-@_reads
-def _drawn(net: Trained) -> Any:
-    torch.manual_seed(3)
-    weight = net.weight.detach()
-    probabilities = weight.sigmoid()
-    return (
-        *(torch.rand_like(weight), torch.randn_like(input=net.weight.grad), weight.bernoulli(0.5)),
-        *(torch.bernoulli(probabilities), torch.normal(weight, 0.1), F.dropout(weight, 0.5)),
-        *(
-            torch.multinomial(probabilities[0], 3),
-            torch.randint_like(weight, 9),
-            torch.rand(2, dtype=weight.dtype),
-        ),
-    )
-
-
-@_reads
-def _gradient_of_a_gradient(net: Trained) -> Any:
-    first = torch.autograd.grad((net.weight**3).mean(), net.weight, create_graph=True)[0]
-    return torch.autograd.grad(first.square().sum(), net.weight)[0]
-
-
-# --- Penalties --------------------------------------------------------------------------------------------------------
-
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "binary cross entropy": lambda p, anchor: F.binary_cross_entropy(p.sigmoid(), anchor.sigmoid()),
@@ -274,55 +199,41 @@ def _penalise(loss: Callable[[Tensor, Tensor], Tensor]) -> Snippet:
     return by_grad
 
 
-WRITES |= {f"penalty by {name}": _penalise(loss) for name, loss in LOSSES.items()}
+INITIALISERS: dict[str, Snippet] = {
+    "orthogonal": lambda net: nn.init.orthogonal_(net.weight),
+    "constant": lambda net: nn.init.constant_(tensor=net.weight, val=0.3),
+    "kaiming": lambda net: nn.init.kaiming_uniform_(net.weight, a=math.sqrt(5)),
+    "zeros": lambda net: (nn.init.zeros_(net.bias), nn.init.ones_(net.short)),
+    "normal": lambda net: (nn.init.normal_(net.weight, std=0.1), nn.init.normal_(net.short)),
+    "uniform": lambda net: nn.init.uniform_(net.weight.grad, -0.01, 0.01),
+}
 
 
-@_writes
-def _penalty_by_backward(net: Trained) -> Any:
-    penalty = (
-        F.mse_loss(net.weight, ramp(net.weight)) + net.other.norm(dim=0).sum() + net.bias.square().sum()
-    )
-    penalty.backward()
-    return penalty
+def _seeded(snippet: Snippet) -> Snippet:
+    def run(net: Trained) -> Any:
+        torch.manual_seed(3)
+        snippet(net)
+        return torch.rand(2, dtype=torch.float64)  # all ranks have drawn as often
+
+    return run
 
 
-@_writes
-def _penalty_by_backward_to_inputs(net: Trained) -> None:
-    F.smooth_l1_loss(net.weight, net.other).backward(inputs=[net.weight])
+CLIPS: dict[str, Snippet] = {
+    "norm": lambda net: clip_grad_norm_(net.module.parameters(), 0.1),
+    "norm of one": lambda net: clip_grad_norm_(net.weight, 0.01),
+    "norm without foreach": lambda net: clip_grad_norm_(net.parameters, 0.1, norm_type=1, foreach=False),
+    "value": lambda net: clip_grad_value_(net.module.parameters(), 0.005),
+}
 
 
-@_writes
-def _penalty_between_parameters(net: Trained) -> None:
-    gradients = torch.autograd.grad(
-        F.mse_loss(net.weight, net.other) + net.short.norm(), [net.weight, net.other]
-    )
-    for parameter, gradient in zip((net.weight, net.other), gradients, strict=True):
-        parameter.grad.add_(gradient, alpha=0.1)
-
-
-# --- Rows, slices and masks of gradients -----------------------------------------------------------------------------
-
-
-def _halved_slice(net: Trained) -> None:
-    net.weight.grad[2:4] *= 0.5
-
-
-def _halved_rows(net: Trained) -> None:
-    net.weight.grad[rows(net.weight)] *= 0.5
-
-
-def _row_copied(net: Trained) -> None:
-    net.weight.grad[0] = net.weight.grad[4]
-
-
-WRITES |= {
+WRITES: dict[str, Snippet] = {
+    **{f"penalty by {name}": _penalise(loss) for name, loss in LOSSES.items()},
+    **{f"initialised {name}": _seeded(snippet) for name, snippet in INITIALISERS.items()},
+    **{f"clipped by {name}": clip for name, clip in CLIPS.items()},
     "rows zeroed": lambda net: net.weight.grad.__setitem__(rows(net.weight), 0),
     "element set": lambda net: net.weight.grad.__setitem__((4, 1), 0.5),
     "rows masked": lambda net: net.weight.grad.__setitem__(even_rows(net.weight), 0),
     "elements masked": lambda net: net.weight.grad.__setitem__(net.weight.grad > 0, 0),
-    "row copied": _row_copied,
-    "slice in place": _halved_slice,
-    "rows in place": _halved_rows,
     "slice by method": lambda net: net.weight.grad[2:4].mul_(0.5),
     "slice of a slice": lambda net: net.weight.grad[1:][2:].zero_(),
     "column": lambda net: net.weight.grad[:, 1].zero_(),
@@ -346,423 +257,394 @@ WRITES |= {
 }
 
 
-@_writes
-def _each_row(net: Trained) -> None:
-    for row in net.weight.grad:
-        row.div_(row.norm() + 1e-6)
+def _methods(table: type[Trained]) -> dict[str, Snippet]:
+    """Those of one of the tables below, by their names in words."""
+    own = vars(table).items()
+    return {name.replace("_", " "): method for name, method in own if not name.startswith("__")}
 
 
-@_writes
-def _slice_kept(net: Trained) -> Any:
-    """It shows what was written to the whole since, and writes to it afterwards."""
-    part = net.weight.grad[2:4]
-    net.weight.grad.mul_(2)
-    seen = part.clone()
-    part.add_(1)
-    net.weight.grad.mul_(2)
-    return seen, part.sum()
+class Reads(Trained):
+    """Each returns something."""
 
+    def copied(self) -> Any:
+        copied = copy.deepcopy(self.weight)
+        cloned = self.weight.detach().clone()
+        copied.data.add_(1)
+        cloned.zero_()
+        return copied.sum(), cloned.sum(), self.weight.sum()
 
-@_writes
-def _slices_in_a_list(net: Trained) -> None:
-    torch._foreach_mul_([net.weight.grad[:2], net.weight.grad[3:], net.other.grad[1]], 0.5)
+    def into_plain_tensors(self) -> Any:
+        mean = torch.zeros(self.weight.shape, dtype=torch.float64)
+        mean.copy_(self.weight.detach())
+        mean.mul_(0.9).add_(self.weight.grad, alpha=0.1)
+        mean.lerp_(self.other.detach(), 0.25)
+        mean += self.weight.detach()
+        mean[rows(mean)] = self.weight.detach()[rows(mean)]
+        torch._foreach_add_([mean], [self.weight.grad], alpha=2)
+        return mean
 
+    def out(self) -> Any:
+        result = torch.empty(self.weight.shape, dtype=torch.float64)
+        norms = torch.empty(self.weight.shape[1], dtype=torch.float64)
+        torch.add(self.weight.grad, self.other.grad, out=result)
+        torch.linalg.vector_norm(self.weight.grad, dim=0, out=norms)
+        return result, norms
 
-# --- Weights ----------------------------------------------------------------------------------------------------------
-
-
-@_writes
-@torch.no_grad()
-def _weight_decay(net: Trained) -> None:
-    for p in net.parameters:
-        p.mul_(0.99)
-        p.add_(p.grad, alpha=-0.1)
-        p.sub_(0.01 * p.grad.sign())
-
-
-@_writes
-@torch.no_grad()
-def _rows_of_weights(net: Trained) -> None:
-    net.weight[2:] = 0
-    net.weight[0].fill_(0.5)
-    net.other[:, 1:3] *= 2
-    net.short[0, 0] = 1
-    net.conv[rows(net.conv)] = 0.1
-
-
-@_writes
-def _data(net: Trained) -> None:
-    net.weight.data.mul_(0.9)
-    net.weight.data[rows(net.weight)] = 0
-    net.weight.data[3:].zero_()
-    net.other.data = net.other.data * 0.5
-    net.short.data = F.normalize(net.short.data, dim=1)
-    net.bias.data -= 0.1
-
-
-@_writes
-def _data_from_plain(net: Trained) -> None:
-    for p in (net.weight, net.short, net.bias, net.conv):
-        p.data = ramp(p)
-    net.other.data.copy_(ramp(net.other))
-
-
-@_writes
-def _data_swapped(net: Trained) -> None:
-    kept = net.weight.data
-    net.weight.data = net.other.data
-    net.other.data = kept
-    net.weight.data[1:].mul_(2)
-
-
-@_writes
-@torch.no_grad()
-def _normalised(net: Trained) -> None:
-    net.weight.div_(net.weight.norm(dim=1, keepdim=True))
-    net.other.copy_(F.normalize(net.other, dim=0))
-    net.short.renorm_(2, 0, 0.5)
-
-
-@_writes
-@torch.no_grad()
-def _spectrally_normalised(net: Trained) -> Any:
-    vector = F.normalize(ramp(net.weight[0]), dim=0)
-    for _ in range(3):
-        left = F.normalize(net.weight @ vector, dim=0)
-        vector = F.normalize(net.weight.T @ left, dim=0)
-    sigma = torch.dot(left, net.weight @ vector)
-    net.weight.div_(sigma)
-    return sigma
-
-
-@_writes
-@torch.no_grad()
-def _pruned(net: Trained) -> None:
-    threshold = net.weight.abs().flatten().kthvalue(6).values
-    net.weight.mul_(net.weight.abs() > threshold)
-    net.other[net.other.abs() < net.other.abs().quantile(0.3)] = 0
-
-
-@_writes
-@torch.no_grad()
-def _vectors(net: Trained) -> None:
-    vector = parameters_to_vector(net.module.parameters())
-    vector_to_parameters(0.9 * vector + 0.01 * ramp(vector), net.module.parameters())
-
-
-@_writes
-@torch.no_grad()
-def _averaged(net: Trained) -> None:
-    """Averages in shards and in plain tensors, which come back into the weights."""
-    shards = [p.detach().clone().mul_(0.5) for p in net.parameters]
-    torch._foreach_lerp_(shards, [p.detach() for p in net.parameters], 0.25)
-    shards[0].lerp_(net.parameters[0], 0.1)
-    plain = torch.zeros(net.weight.shape, dtype=torch.float64)
-    plain.lerp_(net.weight, 0.5)
-    for p, average in zip(net.parameters, shards, strict=True):
-        p.copy_(average)
-    net.weight.lerp_(plain, 0.5)
-    net.other.data.mul_(0.9).add_(plain, alpha=0.1)
-
-
-@_writes
-@torch.no_grad()
-def _fused(net: Trained) -> None:
-    net.weight.addcmul_(net.other, ramp(net.other), value=0.1)
-    net.other.addcdiv_(ramp(net.weight), net.weight.grad.abs() + 1, value=-0.1)
-    net.short.addmm_(net.short[:, :1], ramp(net.short), alpha=0.1)
-    torch._foreach_addcmul_(
-        [net.weight, net.bias], [net.other, net.bias], [ramp(net.other), ramp(net.bias)], 0.1
-    )
-
-
-@_writes
-@torch.no_grad()
-def _lists(net: Trained) -> None:
-    gradients = [p.grad for p in net.parameters]
-    torch._foreach_mul_(gradients, 0.5)
-    torch._foreach_add_(gradients, [ramp(p) for p in net.parameters], alpha=0.01)
-    torch._foreach_add_([p.detach() for p in net.parameters], gradients, alpha=-0.1)
-    torch._foreach_mul_(gradients, [float(i) for i in range(len(gradients))])
-    torch._foreach_div_(gradients, torch.tensor(3.0, dtype=torch.float64))
-    torch._foreach_clamp_max_(gradients, 0.1)
-
-
-@_writes
-@torch.no_grad()
-def _results_given(net: Trained) -> None:
-    torch.mul(net.weight.grad, 2, out=net.weight.grad)
-    torch.cumsum(net.other.grad, 0, out=net.other.grad)
-
-
-# --- Initialisers and noise -------------------------------------------------------------------------------------------
-
-INITIALISERS: dict[str, Snippet] = {
-    "orthogonal": lambda net: nn.init.orthogonal_(net.weight),
-    "constant": lambda net: nn.init.constant_(tensor=net.weight, val=0.3),
-    "kaiming": lambda net: nn.init.kaiming_uniform_(net.weight, a=math.sqrt(5)),
-    "zeros": lambda net: (nn.init.zeros_(net.bias), nn.init.ones_(net.short)),
-    "normal": lambda net: (nn.init.normal_(net.weight, std=0.1), nn.init.normal_(net.short)),
-    "uniform": lambda net: nn.init.uniform_(net.weight.grad, -0.01, 0.01),
-}
-
-
-def _seeded(snippet: Snippet) -> Snippet:
-    def run(net: Trained) -> Any:
+    def drawn(self) -> Any:
         torch.manual_seed(3)
-        snippet(net)
-        return torch.rand(2, dtype=torch.float64)  # all ranks have drawn as often
+        weight = self.weight.detach()
+        probabilities = weight.sigmoid()
+        return (
+            *(torch.rand_like(weight), torch.randn_like(input=self.weight.grad), weight.bernoulli(0.5)),
+            *(torch.bernoulli(probabilities), torch.normal(weight, 0.1), F.dropout(weight, 0.5)),
+            *(
+                torch.multinomial(probabilities[0], 3),
+                torch.randint_like(weight, 9),
+                torch.rand(2, dtype=weight.dtype),
+            ),
+        )
 
-    return run
+    def gradient_of_a_gradient(self) -> Any:
+        first = torch.autograd.grad((self.weight**3).mean(), self.weight, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), self.weight)[0]
 
+    def one_argument(self) -> Any:
+        return (
+            torch.where(self.weight > 0),
+            2**self.weight,
+            1 - self.weight,
+            1 / (self.weight + 3),
+            self.weight // 1,
+            -self.bias,
+        )
 
-WRITES |= {f"initialised {name}": _seeded(snippet) for name, snippet in INITIALISERS.items()}
-
-
-@_writes
-@_seeded
-def _layers_reset(net: Trained) -> None:
-    for layer in net.module.modules():
-        if hasattr(layer, "reset_parameters"):
-            layer.reset_parameters()
-
-
-@_writes
-@_seeded
-@torch.no_grad()
-def _noise(net: Trained) -> None:
-    for p in net.parameters:
-        p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
-        p.grad.add_(torch.normal(0.0, 0.1, p.shape, dtype=p.dtype))
-    net.weight.grad.mul_(torch.rand_like(input=net.weight) < 0.8)
-    net.weight.add_(torch.full_like(net.weight, 0.1).bernoulli())
-    net.other.grad.normal_(std=0.1)
-    net.short.data.uniform_(-1, 1)
-    net.other.grad.copy_(F.dropout(net.other.grad, 0.5))
-    net.bias.grad.add_(torch.empty_like(net.bias).exponential_())
-
-
-# --- Gradients as recipes change them ---------------------------------------------------------------------------------
-
-CLIPS: dict[str, Snippet] = {
-    "norm": lambda net: clip_grad_norm_(net.module.parameters(), 0.1),
-    "norm of one": lambda net: clip_grad_norm_(net.weight, 0.01),
-    "norm without foreach": lambda net: clip_grad_norm_(net.parameters, 0.1, norm_type=1, foreach=False),
-    "value": lambda net: clip_grad_value_(net.module.parameters(), 0.005),
-}
-WRITES |= {f"clipped by {name}": clip for name, clip in CLIPS.items()}
+    def made_alike(self) -> Any:
+        weight = self.weight.detach()
+        return (
+            *(weight.new_zeros(3), weight.new_full((2,), 0.5), weight.new_tensor([1.0, 2.0])),
+            *(torch.zeros_like(weight), torch.full_like(weight, 2.0), torch.ones_like(self.bias.grad)),
+            *(weight.type(), str(weight.layout), weight.is_cuda),
+        )
 
 
-@_writes
-@torch.no_grad()
-def _clipped_adaptively(net: Trained) -> None:
-    """As timm.utils.agc.adaptive_clip_grad."""
-    for p in net.parameters:
-        over = tuple(range(1, p.ndim)) if p.ndim > 1 else None
-        norm = p.norm(dim=over, keepdim=True) if over else p.norm()
-        grad_norm = p.grad.norm(dim=over, keepdim=True) if over else p.grad.norm()
-        largest = norm.clamp_(min=1e-3).mul_(0.01)
-        clipped = p.grad * (largest / grad_norm.clamp(min=1e-6))
-        p.grad.detach().copy_(torch.where(grad_norm < largest, p.grad, clipped))
+class Writes(Trained):
+    """Each changes weights, gradients or states."""
+
+    def penalty_by_backward(self) -> Any:
+        penalty = (
+            F.mse_loss(self.weight, ramp(self.weight))
+            + self.other.norm(dim=0).sum()
+            + self.bias.square().sum()
+        )
+        penalty.backward()
+        return penalty
+
+    def penalty_by_backward_to_inputs(self) -> None:
+        F.smooth_l1_loss(self.weight, self.other).backward(inputs=[self.weight])
+
+    def penalty_between_parameters(self) -> None:
+        gradients = torch.autograd.grad(
+            F.mse_loss(self.weight, self.other) + self.short.norm(), [self.weight, self.other]
+        )
+        for parameter, gradient in zip((self.weight, self.other), gradients, strict=True):
+            parameter.grad.add_(gradient, alpha=0.1)
+
+    def slice_in_place(self) -> None:
+        self.weight.grad[2:4] *= 0.5
+
+    def rows_in_place(self) -> None:
+        self.weight.grad[rows(self.weight)] *= 0.5
+
+    def row_copied(self) -> None:
+        self.weight.grad[0] = self.weight.grad[4]
+
+    def each_row(self) -> None:
+        for row in self.weight.grad:
+            row.div_(row.norm() + 1e-6)
+
+    def slice_kept(self) -> Any:
+        """It shows what was written to the whole since, and writes to it afterwards."""
+        part = self.weight.grad[2:4]
+        self.weight.grad.mul_(2)
+        seen = part.clone()
+        part.add_(1)
+        self.weight.grad.mul_(2)
+        return seen, part.sum()
+
+    def slices_in_a_list(self) -> None:
+        torch._foreach_mul_([self.weight.grad[:2], self.weight.grad[3:], self.other.grad[1]], 0.5)
+
+    @torch.no_grad()
+    def weight_decay(self) -> None:
+        for p in self.parameters:
+            p.mul_(0.99)
+            p.add_(p.grad, alpha=-0.1)
+            p.sub_(0.01 * p.grad.sign())
+
+    @torch.no_grad()
+    def rows_of_weights(self) -> None:
+        self.weight[2:] = 0
+        self.weight[0].fill_(0.5)
+        self.other[:, 1:3] *= 2
+        self.short[0, 0] = 1
+        self.conv[rows(self.conv)] = 0.1
+
+    def data(self) -> None:
+        self.weight.data.mul_(0.9)
+        self.weight.data[rows(self.weight)] = 0
+        self.weight.data[3:].zero_()
+        self.other.data = self.other.data * 0.5
+        self.short.data = F.normalize(self.short.data, dim=1)
+        self.bias.data -= 0.1
+
+    def data_from_plain(self) -> None:
+        for p in (self.weight, self.short, self.bias, self.conv):
+            p.data = ramp(p)
+        self.other.data.copy_(ramp(self.other))
+
+    def data_swapped(self) -> None:
+        kept = self.weight.data
+        self.weight.data = self.other.data
+        self.other.data = kept
+        self.weight.data[1:].mul_(2)
+
+    @torch.no_grad()
+    def normalised(self) -> None:
+        self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        self.other.copy_(F.normalize(self.other, dim=0))
+        self.short.renorm_(2, 0, 0.5)
+
+    @torch.no_grad()
+    def spectrally_normalised(self) -> Any:
+        vector = F.normalize(ramp(self.weight[0]), dim=0)
+        for _ in range(3):
+            left = F.normalize(self.weight @ vector, dim=0)
+            vector = F.normalize(self.weight.T @ left, dim=0)
+        sigma = torch.dot(left, self.weight @ vector)
+        self.weight.div_(sigma)
+        return sigma
+
+    @torch.no_grad()
+    def pruned(self) -> None:
+        threshold = self.weight.abs().flatten().kthvalue(6).values
+        self.weight.mul_(self.weight.abs() > threshold)
+        self.other[self.other.abs() < self.other.abs().quantile(0.3)] = 0
+
+    @torch.no_grad()
+    def vectors(self) -> None:
+        vector = parameters_to_vector(self.module.parameters())
+        vector_to_parameters(0.9 * vector + 0.01 * ramp(vector), self.module.parameters())
+
+    @torch.no_grad()
+    def averaged(self) -> None:
+        """Averages in shards and in plain tensors, which come back into the weights."""
+        shards = [p.detach().clone().mul_(0.5) for p in self.parameters]
+        torch._foreach_lerp_(shards, [p.detach() for p in self.parameters], 0.25)
+        shards[0].lerp_(self.parameters[0], 0.1)
+        plain = torch.zeros(self.weight.shape, dtype=torch.float64)
+        plain.lerp_(self.weight, 0.5)
+        for p, average in zip(self.parameters, shards, strict=True):
+            p.copy_(average)
+        self.weight.lerp_(plain, 0.5)
+        self.other.data.mul_(0.9).add_(plain, alpha=0.1)
+
+    @torch.no_grad()
+    def fused(self) -> None:
+        self.weight.addcmul_(self.other, ramp(self.other), value=0.1)
+        self.other.addcdiv_(ramp(self.weight), self.weight.grad.abs() + 1, value=-0.1)
+        self.short.addmm_(self.short[:, :1], ramp(self.short), alpha=0.1)
+        torch._foreach_addcmul_(
+            [self.weight, self.bias], [self.other, self.bias], [ramp(self.other), ramp(self.bias)], 0.1
+        )
+
+    @torch.no_grad()
+    def lists(self) -> None:
+        gradients = [p.grad for p in self.parameters]
+        torch._foreach_mul_(gradients, 0.5)
+        torch._foreach_add_(gradients, [ramp(p) for p in self.parameters], alpha=0.01)
+        torch._foreach_add_([p.detach() for p in self.parameters], gradients, alpha=-0.1)
+        torch._foreach_mul_(gradients, [float(i) for i in range(len(gradients))])
+        torch._foreach_div_(gradients, torch.tensor(3.0, dtype=torch.float64))
+        torch._foreach_clamp_max_(gradients, 0.1)
+
+    @torch.no_grad()
+    def results_given(self) -> None:
+        torch.mul(self.weight.grad, 2, out=self.weight.grad)
+        torch.cumsum(self.other.grad, 0, out=self.other.grad)
+
+    @_seeded
+    def layers_reset(self) -> None:
+        for layer in self.module.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+
+    @_seeded
+    @torch.no_grad()
+    def noise(self) -> None:
+        for p in self.parameters:
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+            p.grad.add_(torch.normal(0.0, 0.1, p.shape, dtype=p.dtype))
+        self.weight.grad.mul_(torch.rand_like(input=self.weight) < 0.8)
+        self.weight.add_(torch.full_like(self.weight, 0.1).bernoulli())
+        self.other.grad.normal_(std=0.1)
+        self.short.data.uniform_(-1, 1)
+        self.other.grad.copy_(F.dropout(self.other.grad, 0.5))
+        self.bias.grad.add_(torch.empty_like(self.bias).exponential_())
+
+    @torch.no_grad()
+    def clipped_adaptively(self) -> None:
+        """As timm.utils.agc.adaptive_clip_grad."""
+        for p in self.parameters:
+            over = tuple(range(1, p.ndim)) if p.ndim > 1 else None
+            norm = p.norm(dim=over, keepdim=True) if over else p.norm()
+            grad_norm = p.grad.norm(dim=over, keepdim=True) if over else p.grad.norm()
+            largest = norm.clamp_(min=1e-3).mul_(0.01)
+            clipped = p.grad * (largest / grad_norm.clamp(min=1e-6))
+            p.grad.detach().copy_(torch.where(grad_norm < largest, p.grad, clipped))
+
+    def gradient_replaced(self) -> None:
+        self.weight.grad = ramp(self.weight)
+        self.other.grad = self.other.grad * 2
+        self.short.grad = torch.zeros_like(self.short)
+        self.bias.grad = None
+
+    def zeroed(self) -> Any:
+        self.module.zero_grad(set_to_none=False)
+        seen = sum(p.grad.abs().sum() for p in self.parameters)
+        self.module.zero_grad()
+        return seen, [p.grad is None for p in self.module.parameters()]
+
+    def zeroed_by_the_optimizer(self) -> None:
+        self.optimizer.zero_grad()
+        self.weight.grad = 0.1 * self.weight.detach()
+
+    def frozen_for_a_while(self) -> Any:
+        self.weight.requires_grad_(False)
+        self.weight.mul_(0.5)
+        seen = self.weight.requires_grad
+        self.weight.requires_grad_(True)
+        return seen, self.weight.requires_grad
+
+    def states(self) -> Any:
+        state = self.optimizer.state
+        state[self.weight]["exp_avg"][rows(self.weight)] = 0
+        state[self.weight]["exp_avg_sq"][2:4].mul_(4)
+        state[self.other]["exp_avg"].zero_()
+        state[self.short]["exp_avg"].copy_(ramp(self.short))
+        return state[self.weight]["exp_avg"].norm(), state[self.other]["exp_avg_sq"].amax(dim=0)
+
+    def two_views(self) -> Any:
+        first = self.weight.grad[:2]
+        second = self.weight.grad[1:4]
+        first.mul_(2)
+        second.add_(1)
+        seen = first.sum()
+        second[0] = first[0] * 3
+        second[2] -= first[1]
+        return seen, first.norm(), second.clone()
+
+    def view_and_whole(self) -> Any:
+        flat = self.weight.grad.view(-1)
+        self.weight.grad.zero_()
+        flat[2:7] = 1
+        torch.add(self.weight.grad, 1, out=self.weight.grad)
+        flat.clamp_(max=1.5)
+        self.weight.grad.copy_(self.weight.grad.flip(0))
+        return flat.sum()
+
+    def data_kept(self) -> Any:
+        """It stays as it is when the parameter gets other values."""
+        kept = self.weight.data
+        self.weight.data = self.weight.data * 2
+        return kept.sum(), kept[1:].norm(dim=0), (kept * 1).sum(), self.weight.sum()
+
+    def view_that_autograd_follows(self) -> Any:
+        with torch.enable_grad():
+            part = self.weight[2:]
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return part.sum()
+
+    def written_with_gradient(self) -> Any:
+        with torch.enable_grad():
+            scaled = self.weight * 2
+            scaled += ramp(self.weight)
+            scaled.mul_(self.other)
+            penalty = scaled.square().sum()
+            self.short.grad.add_(self.short, alpha=0.1)
+        penalty.backward()
+        self.short.grad = self.short.grad.detach()
+        return penalty
+
+    def view_with_gradient(self) -> Any:
+        with torch.enable_grad():
+            penalty = (
+                (self.weight[2:] ** 2).sum() + self.weight.unbind()[0].prod() + self.weight.T[1].exp().mean()
+            )
+        penalty.backward()
+        return penalty
+
+    def leaf_made_of_a_copy(self) -> None:
+        leaf = self.weight.detach().clone().requires_grad_()
+        other = torch.zeros_like(self.weight, requires_grad=True)
+        ((leaf * 2 - other).square().mean() + leaf.norm(dim=0).sum()).backward()
+        self.weight.grad.add_(leaf.grad).sub_(other.grad)
+
+    def by_functional_transforms(self) -> Any:
+        hessian = torch.autograd.functional.hessian(lambda bias: (bias**3).sum(), self.bias)
+        self.bias.grad.mul_(hessian.flatten())
+        vector = ramp(self.weight)
+        product = torch.autograd.functional.vjp(lambda p: p @ p.T @ p, self.weight, vector)[1]
+        self.weight.grad.add_(product)
+        return hessian
+
+    @torch.no_grad()
+    def written_by_functions(self) -> Any:
+        F.relu(self.weight.grad, True)
+        F.threshold_(self.other.grad, 0.0, 0.1)
+        torch.clamp_(input=self.short.grad, min=-0.01, max=0.01)
+        F.normalize(self.other.data, dim=1, out=self.other.data)
+        self.bias.grad.data.fill_(self.bias.grad.norm())
+        self.other.copy_(self.other.flip(0))
+        torch._foreach_mul_([self.weight.grad, self.other.grad], self.bias[0])
+        torch._foreach_copy_([self.short.data], [ramp(self.short)])
+
+    @torch.no_grad()
+    def plain_gets_shards(self) -> Any:
+        plain = ramp(self.weight)
+        plain[plain < self.weight] = 0
+        plain[1:3] = self.other[1:3]
+        plain[0].add_(self.weight[0]).mul_(self.weight.grad[0].norm())
+        plain *= self.other
+        torch._foreach_lerp_([plain, self.weight.grad], [self.weight, ramp(self.weight)], 0.5)
+        self.weight.sub_(plain)
+        return plain
+
+    def module_moved(self) -> Any:
+        self.module.double().cpu().to("cpu")
+        return self.weight.requires_grad, len(list(self.module.parameters()))
+
+    def states_loaded(self) -> Any:
+        """Weights and states are kept, spoilt and loaded again; some weights are loaded from plain tensors."""
+        weights = copy.deepcopy(self.module.state_dict())
+        states = copy.deepcopy(self.optimizer.state_dict())
+        with torch.no_grad():
+            for p in self.parameters:
+                p.mul_(2)
+                self.optimizer.state[p]["exp_avg"].zero_()
+        self.module.load_state_dict({name: value * 0.5 for name, value in weights.items()})
+        self.optimizer.load_state_dict(states)
+        name = next(name for name, p in self.module.named_parameters() if p is self.other)
+        self.module.load_state_dict({name: ramp(self.other)}, strict=False)
+        return self.optimizer.state[self.weight]["exp_avg"].sum()
+
+    @torch.no_grad()
+    def sparse_and_dense(self) -> Any:
+        sparse = self.weight.grad.to_sparse()
+        values, indices = self.weight.grad.abs().flatten().sort(descending=True)
+        self.weight.grad.view(-1)[indices[5:]] = 0
+        return sparse.to_dense().sum(), values[:5], torch.nonzero(self.weight.grad, as_tuple=True)[0]
 
 
-@_writes
-def _gradient_replaced(net: Trained) -> None:
-    net.weight.grad = ramp(net.weight)
-    net.other.grad = net.other.grad * 2
-    net.short.grad = torch.zeros_like(net.short)
-    net.bias.grad = None
-
-
-@_writes
-def _zeroed(net: Trained) -> Any:
-    net.module.zero_grad(set_to_none=False)
-    seen = sum(p.grad.abs().sum() for p in net.parameters)
-    net.module.zero_grad()
-    return seen, [p.grad is None for p in net.module.parameters()]
-
-
-@_writes
-def _zeroed_by_the_optimizer(net: Trained) -> None:
-    net.optimizer.zero_grad()
-    net.weight.grad = 0.1 * net.weight.detach()
-
-
-@_writes
-def _frozen_for_a_while(net: Trained) -> Any:
-    net.weight.requires_grad_(False)
-    net.weight.mul_(0.5)
-    seen = net.weight.requires_grad
-    net.weight.requires_grad_(True)
-    return seen, net.weight.requires_grad
-
-
-@_writes
-def _states(net: Trained) -> Any:
-    state = net.optimizer.state
-    state[net.weight]["exp_avg"][rows(net.weight)] = 0
-    state[net.weight]["exp_avg_sq"][2:4].mul_(4)
-    state[net.other]["exp_avg"].zero_()
-    state[net.short]["exp_avg"].copy_(ramp(net.short))
-    return state[net.weight]["exp_avg"].norm(), state[net.other]["exp_avg_sq"].amax(dim=0)
-
-
-# --- Where views, copies and autograd meet ---------------------------------------------------------------------------
-
-
-@_writes
-def _two_views(net: Trained) -> Any:
-    first = net.weight.grad[:2]
-    second = net.weight.grad[1:4]
-    first.mul_(2)
-    second.add_(1)
-    seen = first.sum()
-    second[0] = first[0] * 3
-    second[2] -= first[1]
-    return seen, first.norm(), second.clone()
-
-
-@_writes
-def _view_and_whole(net: Trained) -> Any:
-    flat = net.weight.grad.view(-1)
-    net.weight.grad.zero_()
-    flat[2:7] = 1
-    torch.add(net.weight.grad, 1, out=net.weight.grad)
-    flat.clamp_(max=1.5)
-    net.weight.grad.copy_(net.weight.grad.flip(0))
-    return flat.sum()
-
-
-@_writes
-def _data_kept(net: Trained) -> Any:
-    """It stays as it is when the parameter gets other values."""
-    kept = net.weight.data
-    net.weight.data = net.weight.data * 2
-    return kept.sum(), kept[1:].norm(dim=0), (kept * 1).sum(), net.weight.sum()
-
-
-@_writes
-def _view_that_autograd_follows(net: Trained) -> Any:
-    with torch.enable_grad():
-        part = net.weight[2:]
-    with torch.no_grad():
-        net.weight.mul_(2)
-    return part.sum()
-
-
-@_writes
-def _written_with_gradient(net: Trained) -> Any:
-    with torch.enable_grad():
-        scaled = net.weight * 2
-        scaled += ramp(net.weight)
-        scaled.mul_(net.other)
-        penalty = scaled.square().sum()
-        net.short.grad.add_(net.short, alpha=0.1)
-    penalty.backward()
-    net.short.grad = net.short.grad.detach()
-    return penalty
-
-
-@_writes
-def _view_with_gradient(net: Trained) -> Any:
-    with torch.enable_grad():
-        penalty = (net.weight[2:] ** 2).sum() + net.weight.unbind()[0].prod() + net.weight.T[1].exp().mean()
-    penalty.backward()
-    return penalty
-
-
-@_writes
-def _leaf_made_of_a_copy(net: Trained) -> None:
-    leaf = net.weight.detach().clone().requires_grad_()
-    other = torch.zeros_like(net.weight, requires_grad=True)
-    ((leaf * 2 - other).square().mean() + leaf.norm(dim=0).sum()).backward()
-    net.weight.grad.add_(leaf.grad).sub_(other.grad)
-
-
-@_writes
-def _by_functional_transforms(net: Trained) -> Any:
-    hessian = torch.autograd.functional.hessian(lambda bias: (bias**3).sum(), net.bias)
-    net.bias.grad.mul_(hessian.flatten())
-    vector = ramp(net.weight)
-    product = torch.autograd.functional.vjp(lambda p: p @ p.T @ p, net.weight, vector)[1]
-    net.weight.grad.add_(product)
-    return hessian
-
-
-@_writes
-@torch.no_grad()
-def _written_by_functions(net: Trained) -> Any:
-    F.relu(net.weight.grad, True)
-    F.threshold_(net.other.grad, 0.0, 0.1)
-    torch.clamp_(input=net.short.grad, min=-0.01, max=0.01)
-    F.normalize(net.other.data, dim=1, out=net.other.data)
-    net.bias.grad.data.fill_(net.bias.grad.norm())
-    net.other.copy_(net.other.flip(0))
-    torch._foreach_mul_([net.weight.grad, net.other.grad], net.bias[0])
-    torch._foreach_copy_([net.short.data], [ramp(net.short)])
-
-
-@_writes
-@torch.no_grad()
-def _plain_gets_shards(net: Trained) -> Any:
-    plain = ramp(net.weight)
-    plain[plain < net.weight] = 0
-    plain[1:3] = net.other[1:3]
-    plain[0].add_(net.weight[0]).mul_(net.weight.grad[0].norm())
-    plain *= net.other
-    torch._foreach_lerp_([plain, net.weight.grad], [net.weight, ramp(net.weight)], 0.5)
-    net.weight.sub_(plain)
-    return plain
-
-
-@_writes
-def _module_moved(net: Trained) -> Any:
-    net.module.double().cpu().to("cpu")
-    return net.weight.requires_grad, len(list(net.module.parameters()))
-
-
-@_writes
-def _states_loaded(net: Trained) -> Any:
-    """Weights and states are kept, spoilt and loaded again; some weights are loaded from plain tensors."""
-    weights = copy.deepcopy(net.module.state_dict())
-    states = copy.deepcopy(net.optimizer.state_dict())
-    with torch.no_grad():
-        for p in net.parameters:
-            p.mul_(2)
-            net.optimizer.state[p]["exp_avg"].zero_()
-    net.module.load_state_dict({name: value * 0.5 for name, value in weights.items()})
-    net.optimizer.load_state_dict(states)
-    name = next(name for name, p in net.module.named_parameters() if p is net.other)
-    net.module.load_state_dict({name: ramp(net.other)}, strict=False)
-    return net.optimizer.state[net.weight]["exp_avg"].sum()
-
-
-@_writes
-@torch.no_grad()
-def _sparse_and_dense(net: Trained) -> Any:
-    sparse = net.weight.grad.to_sparse()
-    values, indices = net.weight.grad.abs().flatten().sort(descending=True)
-    net.weight.grad.view(-1)[indices[5:]] = 0
-    return sparse.to_dense().sum(), values[:5], torch.nonzero(net.weight.grad, as_tuple=True)[0]
-
-
-@_reads
-def _one_argument(net: Trained) -> Any:
-    return (
-        torch.where(net.weight > 0),
-        2**net.weight,
-        1 - net.weight,
-        1 / (net.weight + 3),
-        net.weight // 1,
-        -net.bias,
-    )
-
-
-@_reads
-def _made_alike(net: Trained) -> Any:
-    weight = net.weight.detach()
-    return (
-        *(weight.new_zeros(3), weight.new_full((2,), 0.5), weight.new_tensor([1.0, 2.0])),
-        *(torch.zeros_like(weight), torch.full_like(weight, 2.0), torch.ones_like(net.bias.grad)),
-        *(weight.type(), str(weight.layout), weight.is_cuda),
-    )
+READS |= _methods(Reads)
+WRITES |= _methods(Writes)

@@ -30,19 +30,10 @@ def right_everywhere(
     pool: RankPool, options: dict[str, Any], make: Callable[..., Writer], *args: Any
 ) -> None:
     """Weights of a fit are those of one process, on every rank."""
-    expected = fit_plainly(make, args)
-    assert_exact(pool.run(fit, options, make, args), expected)
+    assert_exact(pool.run(fit, options, make, args), fit_plainly(make, args))
 
 
 # --- Between forward and backward -------------------------------------------------------------------------------------
-
-
-def _zero_module(module: Writer) -> None:
-    module.zero_grad()
-
-
-def _zero_in_place(module: Writer) -> None:
-    module.zero_grad(set_to_none=False)
 
 
 def _replace(module: Writer) -> None:
@@ -51,7 +42,9 @@ def _replace(module: Writer) -> None:
 
 
 ZEROING: dict[str, Callable[[Writer], None]] = {
-    update.__name__.strip("_"): update for update in (_zero_module, _zero_in_place, _replace)
+    "zero_module": lambda module: module.zero_grad(),
+    "zero_in_place": lambda module: module.zero_grad(set_to_none=False),
+    "replace": _replace,
 }
 
 
@@ -144,27 +137,21 @@ def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
 class Hooks(Writer):
     """Registers a hook on a parameter, after the module was distributed."""
 
-    def __init__(self, where: str, how: str) -> None:
-        super().__init__()
-        self.where = where
+    def __init__(self, place: str, how: str) -> None:
+        super().__init__(place)
         self.how = how
 
-    def register(self, where: str) -> None:
-        """Do it here, if this is the place."""
-        if where == self.where:
-            getattr(self.student.blocks[0].linear.weight, self.how)(_doubled)
+    def write(self) -> None:
+        getattr(self.student.blocks[0].linear.weight, self.how)(_doubled)
 
     def on_fit_start(self) -> None:
-        self.register("on_fit_start")
+        self.reach("fit_start")
 
     def on_train_start(self) -> None:
-        self.register("on_train_start")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.register("on_train_batch_end")
+        self.reach("train_start")
 
     def configure_optimizers(self) -> Any:
-        self.register("configure_optimizers")
+        self.reach("optimizers")
         return super().configure_optimizers()
 
 
@@ -181,14 +168,14 @@ _AHEAD = {"count_window_ahead": True}
 _INSTEAD = "use register_post_accumulate_grad_hook with count_window_ahead=True"
 BY_GRADIENT, BY_PARAMETER = "register_hook", "register_post_accumulate_grad_hook"
 REFUSED: list[tuple[dict[str, Any], str, str, tuple[str, ...]]] = [
-    ({}, "on_fit_start", BY_GRADIENT, (BY_GRADIENT, _STEP)),
-    ({}, "on_train_start", BY_PARAMETER, (BY_PARAMETER, _STEP)),
-    ({}, "on_train_batch_end", BY_GRADIENT, (BY_GRADIENT, _STEP)),
-    ({}, "configure_optimizers", BY_PARAMETER, (BY_PARAMETER, _STEP)),
+    ({}, "fit_start", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "train_start", BY_PARAMETER, (BY_PARAMETER, _STEP)),
+    ({}, "batch_end", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "optimizers", BY_PARAMETER, (BY_PARAMETER, _STEP)),
     # FSDP2 calls those after accumulation alone.
-    (_AHEAD, "on_fit_start", BY_GRADIENT, (_INSTEAD,)),
+    (_AHEAD, "fit_start", BY_GRADIENT, (_INSTEAD,)),
     # They would see sums over label tokens.
-    (STRATEGIES["ddp"], "on_train_start", BY_PARAMETER, ()),
+    (STRATEGIES["ddp"], "train_start", BY_PARAMETER, ()),
 ]
 
 
@@ -210,14 +197,7 @@ def test_hooks_are_refused(pool2: RankPool) -> None:
 class Merges(Writer):
     """Merges an adapter into its head at the end, as PEFT's `merge_and_unload` does, and takes values into a bias."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def merge(self, where: str) -> None:
-        """Do it here, if this is the place."""
-        if where != self.where:
-            return
+    def write(self) -> None:
         head = self.student.head
         original = head.weight.data.clone()
         original += self.student.blocks[0].linear.weight[:3] @ self.student.blocks[1].linear.weight
@@ -226,26 +206,30 @@ class Merges(Writer):
         self.student.blocks[0].linear.bias.data = self.student.blocks[0].linear.bias.data * 3
 
     def on_fit_end(self) -> None:
-        self.merge("on_fit_end")
+        self.reach("fit_end")
 
 
-def _merge(where: str) -> dict[str, Tensor]:
-    module = Merges(where)
+def _fit_here(module: Writer) -> None:
     batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
     trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=2)
     trainer.fit(module, DataLoader(batches, batch_size=None))
-    module.merge("after the fit")
+
+
+def _merge(place: str) -> dict[str, Tensor]:
+    module = Merges(place)
+    _fit_here(module)
+    module.reach("after the fit")
     return {name: whole(p) for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("where", ["on_fit_end", "after the fit"])
+@pytest.mark.parametrize("place", ["fit_end", "after the fit"])
 @pytest.mark.every_case
-def test_values_taken_at_the_end(pool2: RankPool, where: str) -> None:
-    module = Merges("")
-    module.load_state_dict(fit_plainly(Merges, ("",)))
+def test_values_taken_at_the_end(pool2: RankPool, place: str) -> None:
+    module = Merges()
+    module.load_state_dict(fit_plainly(Merges, ()))
     with torch.no_grad():
-        module.merge("")
-    assert_exact(pool2.run(_merge, where), {name: p.detach() for name, p in module.named_parameters()})
+        module.write()
+    assert_exact(pool2.run(_merge, place), {name: p.detach() for name, p in module.named_parameters()})
 
 
 SAVES: dict[str, Callable[[Writer], Any]] = {
@@ -290,9 +274,7 @@ class Saves(Writer):
 
 def _save() -> dict[str, str]:
     module = Saves()
-    batches = [rows(dist.get_rank(), step) for step in range(4)]
-    trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=2)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    _fit_here(module)
     module.save("after the fit")
     state = {name: value.full_tensor() for name, value in module.state_dict().items()}
     torch.save(state, io.BytesIO())

@@ -22,14 +22,14 @@ from tests.sharding.writers import (
     Clamps,
     Freezes,
     InForward,
-    Normalises,
+    NormalisesUnits,
     StepsBetweenForwards,
     Teaches,
     TeachesInParallel,
     WassersteinGAN,
     Writer,
+    WritesHead,
     WritesHeld,
-    WritesUncounted,
     WritesUntrained,
     fit,
     fit_plainly,
@@ -41,10 +41,9 @@ from tests.trainer.runs import STRATEGIES, first_by_default, make_trainer
 CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
     **{f"teacher-{update}-{place}": (Teaches, (update, place)) for update in UPDATES for place in PLACES},
     "teacher-averaged-by-torch": (AveragesByTorch, ()),
-    **{
-        f"normalised-{how}": (Normalises, (how,))
-        for how in ("swav", "data", "unit", "vector", "reset", "between")
-    },
+    **{f"normalised-{way}": (WritesHead, (way, "start")) for way in ("swav", "data", "vector", "reset")},
+    "normalised-unit": (NormalisesUnits, ("start",)),
+    "normalised-between": (WritesHead, ("shrunk", "end")),
     "normalised-in-forward": (InForward, ()),
     "freezes": (Freezes, ()),
     "averaged-into-buffers": (AveragesIntoBuffers, ("recipe",)),
@@ -55,8 +54,8 @@ CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
     },
     **{f"untrained-{what}": (WritesUntrained, (what,)) for what in ("teacher", "frozen")},
     "steps-between-forwards": (StepsBetweenForwards, ()),
-    "slices-counted": (WritesUncounted, ("counted", "end")),
-    "reads": (Normalises, ("read",)),
+    "slices-counted": (WritesHead, ("counted", "end")),
+    "reads": (WritesHead, ("read", "start")),
     **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("start", "forward", "step")},
 }
 
@@ -178,7 +177,7 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
 
 
 UNCOUNTED = {
-    f"uncounted-{how}-{place}": (WritesUncounted, (how, place))
+    f"uncounted-{how}-{place}": (WritesHead, (how, place))
     for how in ("slice", "function", "array")
     for place in ("start", "end")
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -62,13 +63,22 @@ class Net(nn.Module):
 
 
 class Writer(LightningModule):
-    """A student, and a teacher that starts elsewhere; subclasses write weights."""
+    """A student, and a teacher that starts elsewhere; subclasses write weights, most of them at one place."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str = "") -> None:
         super().__init__()
         self.student = Net(1)
         self.teacher = Net(2).requires_grad_(False)
         self.double()
+        self.place = place
+
+    def write(self) -> None:
+        """What is done at its place."""
+
+    def reach(self, place: str) -> None:
+        """Write, if this is the place."""
+        if place == self.place:
+            self.write()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.step(batch, batch_idx)
@@ -76,13 +86,27 @@ class Writer(LightningModule):
 
     def step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """A mean over rows."""
-        return self.distance(batch)
+        self.reach("start")
+        loss = self.distance(batch)
+        self.reach("end")
+        return loss
 
     def distance(self, batch: Tensor) -> Tensor:
         """How far the student is from the teacher."""
+        predicted = self.student(batch)
+        self.reach("middle")
         with torch.no_grad():
             target = self.teacher(batch.flip(1))
-        return F.mse_loss(self.student(batch), target, reduction="sum") / len(batch)
+        return F.mse_loss(predicted, target, reduction="sum") / len(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.reach("batch_start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.reach("batch_end")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.reach("before_zero_grad")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.student.parameters(), lr=0.1, momentum=0.9)
@@ -161,35 +185,14 @@ PLACES = ("start", "end", "batch_start", "batch_end", "before_zero_grad", "middl
 
 
 class Teaches(Writer):
-    """Moves the teacher towards the student, at some place."""
+    """Moves the teacher towards the student."""
 
     def __init__(self, update: str, place: str) -> None:
-        super().__init__()
+        super().__init__(place)
         self.update = UPDATES[update]
-        self.place = place
 
-    def move(self, place: str) -> None:
-        """Move it here, if this is the place."""
-        if place == self.place:
-            self.update(self.student, self.teacher)
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.move("start")
-        predicted = self.student(batch)
-        self.move("middle")
-        with torch.no_grad():
-            target = self.teacher(batch.flip(1))
-        self.move("end")
-        return F.mse_loss(predicted, target, reduction="sum") / len(batch)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.move("batch_start")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.move("batch_end")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.move("before_zero_grad")
+    def write(self) -> None:
+        self.update(self.student, self.teacher)
 
 
 class TeachesInParallel(Teaches):
@@ -206,79 +209,71 @@ class AveragesByTorch(Writer):
     """Keeps `torch.optim.swa_utils.AveragedModel` as its teacher, updated after each micro-batch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("batch_end")
         self.teacher = AveragedModel(Net(2).double(), multi_avg_fn=get_ema_multi_avg_fn(MOMENTUM))
         self.teacher.requires_grad_(False)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def write(self) -> None:
         self.teacher.update_parameters(self.student)
 
 
 # --- What is written to the trained weights themselves --------------------------------------------------------------
 
 
-class Normalises(Writer):
-    """Normalises rows of its head, as SwAV does with its prototypes."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        head = self.student.head
-        if self.how == "swav":
-            with torch.no_grad():
-                w = head.weight.data.clone()
-                w = F.normalize(w, dim=1, p=2)
-                head.weight.copy_(w)
-        elif self.how == "data":
-            head.weight.data = F.normalize(head.weight.data, dim=1)
-        elif self.how == "unit":
-            for block in self.student.blocks:
-                block.linear.weight.data = F.normalize(block.linear.weight.data, dim=1)
-        elif self.how == "vector":
-            with torch.no_grad():
-                nn.utils.vector_to_parameters(
-                    torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters()
-                )
-        elif self.how == "reset" and batch_idx % 2:
-            nn.init.constant_(head.weight, 0.25)
-            nn.init.zeros_(head.bias)
-        elif self.how == "read":
-            self.norms = [p.data.norm() for p in self.student.head.parameters()]
-        elif self.how == "between":
-            loss = self.distance(batch)
-            head.weight.data.mul_(0.9)
-            return loss
-        return self.distance(batch)
+@torch.no_grad()
+def swav(head: nn.Linear) -> None:
+    """As SwAV normalises its prototypes."""
+    w = head.weight.data.clone()
+    w = F.normalize(w, dim=1, p=2)
+    head.weight.copy_(w)
 
 
-class WritesUncounted(Writer):
-    """Writes a gathered weight of its head in ways that raise no version counter of it."""
+def data(head: nn.Linear) -> None:
+    """The same by its data."""
+    head.weight.data = F.normalize(head.weight.data, dim=1)
 
-    def __init__(self, how: str, place: str) -> None:
-        super().__init__()
-        self.how = how
-        self.place = place
 
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.place == "start":
-            self.write(self.student.head.weight)
-        loss = self.distance(batch)
-        if self.place == "end":
-            self.write(self.student.head.weight)
-        return loss
+@torch.no_grad()
+def vector(head: nn.Linear) -> None:
+    """Weight and bias from one vector."""
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters())
 
-    def write(self, weight: Tensor) -> None:
-        """Rows of each rank."""
-        if self.how == "slice":
-            weight[1:].data.clamp_(-0.01, 0.01)
-        elif self.how == "function":
-            torch.narrow(weight, 0, 1, len(weight) - 1).data.mul_(0.9)
-        elif self.how == "array":
-            weight.detach().numpy()[:] += 0.1
-        elif self.how == "counted":
-            weight.data[1:].clamp_(-0.01, 0.01)
+
+def reset(head: nn.Linear) -> None:
+    """By initialisers."""
+    nn.init.constant_(head.weight, 0.25)
+    nn.init.zeros_(head.bias)
+
+
+WAYS: dict[str, Callable[[nn.Linear], Any]] = {
+    **{way.__name__: way for way in (swav, data, vector, reset)},
+    "shrunk": lambda head: head.weight.data.mul_(0.9),
+    "read": lambda head: [p.data.norm() for p in head.parameters()],
+    "counted": lambda head: head.weight.data[1:].clamp_(-0.01, 0.01),
+    # These raise no version counter of what has been gathered.
+    "slice": lambda head: head.weight[1:].data.clamp_(-0.01, 0.01),
+    "function": lambda head: torch.narrow(head.weight, 0, 1, 2).data.mul_(0.9),
+    "array": lambda head: np.add(head.weight.detach().numpy(), 0.1, out=head.weight.detach().numpy()),
+}
+
+
+class WritesHead(Writer):
+    """Writes its head, in one of `WAYS`."""
+
+    def __init__(self, way: str, place: str) -> None:
+        super().__init__(place)
+        self.way = WAYS[way]
+
+    def write(self) -> None:
+        self.way(self.student.head)
+
+
+class NormalisesUnits(Writer):
+    """Writes the weights of its blocks."""
+
+    def write(self) -> None:
+        for block in self.student.blocks:
+            data(block.linear)
 
 
 class WritesHeld(Writer):
@@ -319,12 +314,12 @@ class AveragesIntoBuffers(Writer):
     """Keeps means of weights in plain buffers, as stochastic weight averaging of Gaussians does."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
+        super().__init__("batch_end")
         self.how = how
         for index, parameter in enumerate(self.student.parameters()):
             self.register_buffer(f"mean_{index}", parameter.detach().clone().double())
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def write(self) -> None:
         for index, parameter in enumerate(self.student.parameters()):
             mean = self.get_buffer(f"mean_{index}")
             weight = parameter.data
@@ -344,52 +339,40 @@ class Freezes(Writer):
         return self.distance(batch)
 
 
+def clamp(net: nn.Module) -> None:
+    """As a Wasserstein GAN does with its critic."""
+    for p in net.parameters():
+        p.data.clamp_(-0.3, 0.3)
+
+
 class Clamps(Writer):
-    """Clamps all weights, as a Wasserstein GAN's critic, in automatic optimization."""
+    """Clamps all weights, in automatic optimization."""
 
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self.place = place
-
-    def clamp(self, place: str) -> None:
-        """Clamp them here, if this is the place."""
-        if place == self.place:
-            for p in self.student.parameters():
-                p.data.clamp_(-0.3, 0.3)
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.clamp("start")
-        loss = self.distance(batch)
-        self.clamp("end")
-        return loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.clamp("batch_start")
+    def write(self) -> None:
+        clamp(self.student)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.clamp("before_zero_grad")
-        self.clamp("before_hooks_forward")
+        super().on_before_zero_grad(optimizer)
+        self.reach("before_hooks_forward")
         if self.place == "before_hooks_forward":
             self.student(torch.zeros(1, WIDTH, dtype=torch.float64))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.clamp("batch_end")
 
 
 class WritesUntrained(Writer):
     """Between a forward and its backward, writes what gets no gradient of it: trainable or frozen within the graph."""
 
     def __init__(self, what: str) -> None:
-        super().__init__()
+        super().__init__("before_zero_grad")
         self.what = what
-        if what == "teacher":
-            self.teacher.requires_grad_(True)
-        else:
-            self.student.head.requires_grad_(False)
+        self.written.requires_grad_(what == "teacher")
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        written = self.teacher if self.what == "teacher" else self.student.head
-        for p in written.parameters():
+    @property
+    def written(self) -> nn.Module:
+        """The part that is written."""
+        return self.teacher if self.what == "teacher" else self.student.head
+
+    def write(self) -> None:
+        for p in self.written.parameters():
             p.data.mul_(0.9)
 
 
@@ -397,28 +380,24 @@ class WassersteinGAN(Writer):
     """Manual optimization: the critic is clamped before or after its step, and is used once more in the same step."""
 
     def __init__(self, place: str) -> None:
-        super().__init__()
+        super().__init__(place)
         self.automatic_optimization = False
-        self.place = place
         self.teacher.requires_grad_(True)
 
-    def clamp(self, place: str) -> None:
-        """Clamp the critic here, if this is the place."""
-        if place == self.place:
-            for p in self.teacher.parameters():
-                p.data.clamp_(-0.3, 0.3)
+    def write(self) -> None:
+        clamp(self.teacher)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         generator, critic = self.optimizers()
-        self.clamp("start")
+        self.reach("start")
         real = F.pad(batch[:, :3], (0, 2))
         fake = F.pad(self.student(batch), (0, 2))
         loss = (self.teacher(fake.detach()).sum() - self.teacher(real).sum()) / len(batch)
-        self.clamp("forward")
+        self.reach("forward")
         critic.zero_grad()
         self.manual_backward(loss, num_label_tokens=len(batch))
         critic.step()
-        self.clamp("step")
+        self.reach("step")
         generator.zero_grad()
         self.manual_backward(-self.teacher(fake).sum() / len(batch), num_label_tokens=len(batch))
         generator.step()
