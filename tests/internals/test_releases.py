@@ -38,7 +38,7 @@ vars(module).pop("_by_string")
 
 @pytest.mark.parametrize(
     ("library", "release"),
-    [("torch", "2.15.1"), ("torch", "2.16.0a0+git1"), ("torch", "3.0"), ("lightning", "2.7.0")],
+    [("torch", "2.15.1"), ("torch", "2.16.0a0+git1"), ("lightning", "2.7.0")],
 )
 def test_newer_releases_are_warned_of(monkeypatch: pytest.MonkeyPatch, library: str, release: str) -> None:
     """With what was tested, and how to test it."""

@@ -154,47 +154,29 @@ def test_what_stays_is_listed(pool2: RankPool, name: str) -> None:
         assert found["hooks"] == [0, 0]
 
 
-def _listed() -> tuple[int, set[str]]:
-    """Number of kinds in docs/adopting.md, and the attributes in their table."""
-    table = (ROOT / "docs/adopting.md").read_text().partition("| object | attributes |")[2]
-    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[2:]]
-    return len(rows), {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
-
-
-def _patched_by_name() -> Iterator[tuple[str, str]]:
-    """What the package passes to `PatchStack.set`: the object, as it is written there, and the name."""
+def _called(function: str) -> Iterator[tuple[str, str]]:
+    """What the package passes to functions of this name: the object, as it is written there, and a constant name."""
     for path in sorted((ROOT / "lightning_automodel").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".set") and len(node.args) > 2:
-                target, name = node.args[:2]
-                if isinstance(name, ast.Constant):
-                    yield ast.unparse(target), str(name.value)
-
-
-def _overwritten() -> set[str]:
-    """Names of the attributes that the package sets for good."""
-    return {
-        str(node.args[1].value)
-        for path in sorted((ROOT / "lightning_automodel").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "overwrite"
-        and isinstance(node.args[1], ast.Constant)
-    }
+            is_called = isinstance(node, ast.Call) and re.search(rf"\b{function}$", ast.unparse(node.func))
+            if is_called and len(node.args) > 2 and isinstance(node.args[1], ast.Constant):
+                yield ast.unparse(node.args[0]), str(node.args[1].value)
 
 
 def test_docs_list_what_is_set_for_good() -> None:
     """Private values of Lightning and torch, by name."""
     page = (ROOT / "docs/adopting.md").read_text()
-    names = _overwritten()
+    names = {name for _, name in _called("overwrite")}
     assert len(names) > 5
     assert {name for name in names if not re.search(rf"`(?:[\w.]+\.)?{name}`", page)} == set()
 
 
 def test_docs_list_what_is_patched() -> None:
-    """At most 15 kinds."""
-    num_kinds, listed = _listed()
-    assert num_kinds <= 15
-    patched = {name for target, name in _patched_by_name() if target not in NO_INSTANCES}
+    """At most 15 kinds, in one table."""
+    table = (ROOT / "docs/adopting.md").read_text().partition("| object | attributes |")[2]
+    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    assert len(rows) <= 15
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+    patched = {name for target, name in _called("set") if target not in NO_INSTANCES}
     assert len(patched) > 30
     assert patched - listed == set()
