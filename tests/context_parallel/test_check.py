@@ -24,7 +24,6 @@ from tests.context_parallel.test_steps import (
     Run,
     batches_by_rank,
     data_rank,
-    fit,
 )
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, full_weights
@@ -131,22 +130,6 @@ def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
     check_refused(pool2, __name__)
 
 
-def fit_right_models() -> None:
-    """Runs on every rank: a good model, in each precision."""
-    for precision in ("64-true", "bf16-mixed", "bf16-true"):
-        module = Deep(Run())
-        if precision != "64-true":
-            module.float()
-        make_trainer(AutomodelStrategy(context_parallel_size=2), precision=precision).fit(
-            module, DataLoader([BATCH], batch_size=None)
-        )
-
-
-@pytest.mark.sweep
-def test_right_models_pass(pool2: RankPool) -> None:
-    pool2.run(fit_right_models)
-
-
 def evaluate_by_hand() -> str:
     """Runs on every rank: what validation alone raises."""
     with pytest.raises(RuntimeError, match="on slices of sequences") as raised:
@@ -219,23 +202,3 @@ def test_leaves_no_trace(pool2: RankPool, kind: str) -> None:
             assert torch.equal(value, unchecked[0][name]), name
         assert checked[1] == unchecked[1]
         assert torch.equal(checked[2], unchecked[2])
-
-
-class Compiled(Deep):
-    def configure_model(self) -> None:
-        for block in self.model.blocks:
-            block.compile(backend="eager")
-
-
-def count_graphs(is_checked: bool) -> int:
-    """Runs on every rank: how many graphs a fit compiles."""
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    with patch.object(FirstStepCheck, "check", FirstStepCheck.check if is_checked else lambda *_: None):
-        fit(Run(), Compiled)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.sweep
-def test_compiles_nothing(pool2: RankPool) -> None:
-    assert pool2.run(count_graphs, True) == pool2.run(count_graphs, False)

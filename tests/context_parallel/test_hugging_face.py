@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
+from tests.trainer.exactness import VOCABULARY, Batch, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
 from tests.trainer.refusals import Refused, check_refused
@@ -53,10 +52,10 @@ KINDS = ("plain", "left", "right", "packed")
 
 
 @functools.cache
-def batches_by_rank(kind: str, num_ranks: int) -> list[list[Batch]]:
-    """Ragged batches of each data-parallel rank; positions without label, padded on one side, or several documents."""
-    rng = random.Random(f"{kind} {num_ranks}")
-    return [[make_batch(kind, rng) for _ in range(NUM_BATCHES)] for _ in range(num_ranks)]
+def make_batches(kind: str) -> list[Batch]:
+    """Ragged batches; positions without label, padded on one side, or several documents."""
+    rng = random.Random(f"{kind} 1")
+    return [make_batch(kind, rng) for _ in range(NUM_BATCHES)]
 
 
 def make_batch(kind: str, rng: random.Random) -> Batch:
@@ -78,15 +77,11 @@ def make_batch(kind: str, rng: random.Random) -> Batch:
     return batch
 
 
-def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tensor]:
+def train_plainly(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Weights of one process. Gradients are divided after backward: the loss is float32."""
     optimizer = sgd(model)
     for start in range(0, NUM_BATCHES, ACCUMULATE):
-        window = [
-            each
-            for batches in batches_by_rank(kind, num_ranks)
-            for each in batches[start : start + ACCUMULATE]
-        ]
+        window = make_batches(kind)[start : start + ACCUMULATE]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
         optimizer.zero_grad()
         for batch, count in zip(window, counts, strict=True):
@@ -98,27 +93,22 @@ def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tens
     return full_weights(model)
 
 
-def fit(
-    make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any]
-) -> tuple[dict[str, Tensor], list[Any]]:
+def fit(make_model: Callable[[], nn.Module], kind: str) -> tuple[dict[str, Tensor], list[Any]]:
     """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
     module = OwnLoss(make_model())
-    strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
-    peers = CONTEXT * options.get("tensor_parallel_size", 1)
-    batches = batches_by_rank(kind, dist.get_world_size() // peers)[dist.get_rank() // peers]
+    strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1)
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(make_batches(kind), batch_size=None))
     config = module.model.config
     return full_weights(module.model), [config._attn_implementation, config.use_cache]
 
 
-def check(pool: RankPool, model: str, kind: str, **options: Any) -> None:
+def check(pool: RankPool, model: str, kind: str) -> None:
     plain = MODELS[model]()
     found = [plain.config._attn_implementation, plain.config.use_cache]
-    peers = CONTEXT * options.get("tensor_parallel_size", 1)
-    expected = Outcome(train_plainly(plain, kind, pool.num_ranks // peers))
-    for weights, left in pool.run(fit, MODELS[model], kind, options):
-        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+    expected = train_plainly(plain, kind)
+    for weights, left in pool.run(fit, MODELS[model], kind):
+        assert weight_error(weights, expected) <= TOLERANCE
         assert left == found
 
 
@@ -132,23 +122,6 @@ def test_layers_with_and_without_a_window(pool2: RankPool, kind: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
     check(pool2, model, kind)
-
-
-def two_key_heads() -> nn.Module:
-    """Enough for two ranks."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"num_key_value_heads": 2}, head_dim=4)))
-
-
-MODELS["two key heads"] = two_key_heads
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel(pool4: RankPool, kind: str) -> None:
-    """By the model's own plan: each rank attends with its heads."""
-    check(pool4, "two key heads", kind, tensor_parallel_size=2)
 
 
 def mixture(kind: str) -> nn.Module:
@@ -167,12 +140,6 @@ MODELS["mixtral"] = functools.partial(mixture, "Mixtral")
 @pytest.mark.parametrize("model", ["qwen3 moe", "mixtral"])
 def test_mixtures_of_experts(pool2: RankPool, model: str, kind: str) -> None:
     check(pool2, model, kind)
-
-
-@pytest.mark.parametrize("kind", first_by_default(KINDS, 1))
-def test_experts_on_other_ranks(pool4: RankPool, kind: str) -> None:
-    """Two slices of each sequence, and half of the experts on each rank."""
-    check(pool4, "qwen3 moe", kind, expert_parallel_size=2)
 
 
 class LeavesOut(OwnLoss):
@@ -211,7 +178,7 @@ def linear_attention() -> nn.Module:
 
 def refused(make_module: Callable[[], Any], sentence: str) -> Refused:
     options = {"context_parallel_size": CONTEXT, "label_shift": 1}
-    return Refused(make_module, (sentence,), lambda: batches_by_rank("plain", 1)[0], options)
+    return Refused(make_module, (sentence,), lambda: make_batches("plain"), options)
 
 
 REFUSED = {

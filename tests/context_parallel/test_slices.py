@@ -72,11 +72,6 @@ def test_entries_of_another_shape_are_unchanged() -> None:
     assert all(each[key] is batch[key] for each in slices_of(batch, 2) for key in ("lengths", "images"))
 
 
-def test_causal_work_is_equal() -> None:
-    pairs = [each["position_ids"][0].sum() for each in slices_of(a_batch(16), 4)]
-    assert len({int(positions) for positions in pairs}) == 1
-
-
 @pytest.mark.parametrize("shift", [1, 2, 20])
 def test_labels_are_shifted_before_they_are_cut(shift: int) -> None:
     batch = a_batch(9)
