@@ -24,12 +24,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ranks import launch
 from report import describe_environment, publish, table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_automodel import AutomodelStrategy, spread_experts
+from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from tests.expert_parallel import mixtures
 
 RANKS = 4
@@ -52,8 +54,9 @@ class LocalMixture(mixtures.Mixture):
     """Sends tokens to the ranks that hold their experts."""
 
     @override
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return mixtures.compute_on_ranks(rows, counts, dist.group.WORLD, self.experts)
+    def mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        return dispatch_tokens(tokens, chosen, weights, mixtures.NUM_EXPERTS, self.experts, mesh)
 
 
 class Toy(pl.LightningModule):

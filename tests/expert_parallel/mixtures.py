@@ -5,7 +5,6 @@ Shapes: n tokens, k experts chosen for each, e experts, d width, h hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, context_parallel_attention, spread_experts
+from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, fill
@@ -50,9 +49,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Compute ``rows``, sorted by expert; ``counts`` has how many each of this rank's experts gets."""
-        up, down = self.weights()
-        by_expert = zip(rows.split(counts), up, down, strict=True)
-        return torch.cat([torch.tanh(part @ own_up.T) @ own_down.T for part, own_up, own_down in by_expert])
+        by_expert = zip(rows.split(counts), *self.weights(), strict=True)
+        return torch.cat([torch.tanh(part @ up.T) @ down.T for part, up, down in by_expert])
 
 
 class Mixture(nn.Module):
@@ -65,50 +63,18 @@ class Mixture(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)  # [n, d]
-        probabilities = self.gate(tokens).softmax(-1)  # [n, e]
-        self.balance = probabilities.shape[1] * (probabilities.mean(0) ** 2).sum()
-        weights, chosen = probabilities.topk(CHOSEN)  # [n, k]
-        order = chosen.flatten().argsort(stable=True)  # of the pairs of a token and an expert, by expert
-        counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[1])
-        computed = self.compute(tokens[order // CHOSEN], counts)
-        # [n, k, d]
-        by_pair = torch.zeros_like(computed).index_copy(0, order, computed).view(*chosen.shape, -1)
-        return hidden + (by_pair * weights[..., None]).sum(1).view_as(hidden)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(CHOSEN)  # [n, k]
+        return hidden + self.mix(tokens, chosen, weights).view_as(hidden)
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute rows that are sorted by expert, on the ranks that hold these."""
-        weights = self.experts.up
-        if not isinstance(weights, DTensor):
-            return self.experts(rows, counts.tolist())
-        group = weights.device_mesh["expert_parallel"].get_group()  # in a unit of its own it is sharded here
-        return compute_on_ranks(rows, counts, group, self.experts)
-
-
-def compute_on_ranks(
-    rows: Tensor, counts: Tensor, group: dist.ProcessGroup, compute: Callable[[Tensor, list[int]], Tensor]
-) -> Tensor:
-    """Send rows, sorted by expert, to the ranks that hold these, and return what ``compute`` makes of them there.
-
-    ``counts`` [e] has this rank's rows for each expert; each rank holds as many experts, in the order of the
-    ranks. A collective over ``group``.
-    """
-    counts = counts.view(group.size(), -1)  # [rank, its experts]
-    arriving = torch.empty_like(counts)  # [from rank, own experts]
-    dist.all_to_all_single(arriving, counts, group=group)
-    sent = counts.sum(1).tolist()
-    received = arriving.sum(1).tolist()
-    here = exchange(rows, sent, received, group)
-    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
-    expert = expert.repeat_interleave(arriving.flatten())
-    order = expert.argsort(stable=True)
-    computed = compute(here[order], arriving.sum(0).tolist())
-    return exchange(torch.zeros_like(computed).index_copy(0, order, computed), received, sent, group)
-
-
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to the ranks of ``group``, so many to each, and return those that arrive."""
-    output = rows.new_empty(sum(received), rows.shape[1])
-    return all_to_all_single(output, rows, received, sent, group=group)
+    def mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of what the chosen experts make of each token: by torch alone where they are whole."""
+        held = self.experts.up
+        if isinstance(held, DTensor):
+            mesh = held.device_mesh["expert_parallel"]  # in a unit of its own it is sharded here
+            return dispatch_tokens(tokens, chosen, weights, held.shape[0], self.experts, mesh)
+        up, down = self.experts.weights()
+        hidden = torch.einsum("nkhd,nd->nkh", up[chosen], tokens).tanh()
+        return torch.einsum("nkdh,nkh,nk->nd", down[chosen], hidden, weights)
 
 
 class MixtureDecoder(nn.Module):

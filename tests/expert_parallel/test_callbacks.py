@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_automodel import ExactnessCheck
-from tests.expert_parallel.mixtures import ACCUMULATE, CASE, Fit, MixtureDecoder, SpreadModule, error, fit
+from tests.expert_parallel.mixtures import ACCUMULATE, CASE, MixtureDecoder, SpreadModule, error, fit
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.plain import plain_weights
@@ -37,18 +36,6 @@ def test_exactness_check(pool4: RankPool) -> None:
     """Rank 0 replays with all experts, by the module before `configure_model`."""
     for verdict, report in pool4.run(_checked, {}):
         assert verdict == "exact", report
-
-
-def _averaged(options: dict[str, Any]) -> Fit:
-    return fit(options, callbacks=[EMAWeightAveraging(decay=0.7)])
-
-
-def test_weight_averaging(pool4: RankPool) -> None:
-    """As without expert parallelism."""
-    expected = pool4.run(_averaged, {"expert_parallel_size": 1})[0].weights
-    assert error(plain_weights(MixtureDecoder(), ACCUMULATE, CASE), expected) > 1e-6, "nothing was averaged"
-    for found in pool4.run(_averaged, {}):
-        assert error(found.weights, expected) <= TOLERANCE
 
 
 class LoadsWhole(SpreadModule):

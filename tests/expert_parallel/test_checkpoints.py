@@ -88,15 +88,3 @@ def test_another_layout(
         found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
         assert {name.removeprefix("model.") for name in found} == saved.keys()
         assert all(found[f"model.{name}"].equal(weight) for name, weight in saved.items())
-
-
-def _resume_and_go_on(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    whole = uninterrupted(options, module=AdamMixture())
-    _save(options, path)
-    return whole, _resume(options, path)
-
-
-def test_the_same_bits(pool4: RankPool, tmp_path: Path) -> None:
-    """In the layout that has saved."""
-    for whole, resumed in pool4.run(_resume_and_go_on, TWO, str(tmp_path / "saved.ckpt")):
-        assert all(weight.equal(whole[name]) for name, weight in resumed.items())

@@ -112,7 +112,6 @@ def fit(
 OPTIONS: dict[str, dict[str, Any]] = {
     "two ranks": {"expert_parallel_size": 2},
     "four ranks": {"expert_parallel_size": 4},
-    "resharded": {"expert_parallel_size": 2, "reshard_during_accumulation": True},
     "recomputed": {"expert_parallel_size": 4, "activation_checkpointing": True},
 }
 

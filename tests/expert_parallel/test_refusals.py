@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
@@ -74,12 +74,6 @@ REFUSED = {
         " are 1, 2, 4",
         expert_parallel_size=3,
     ),
-    "larger than a replica": refused(
-        "expert_parallel_size=4 does not divide the 2 ranks that parameters are sharded over: valid sizes"
-        " are 1, 2",
-        expert_parallel_size=4,
-        data_parallel_replicate_size=2,
-    ),
     "hooks": refused(
         "which would see their gradients before they are final", HookedModule, count_window_ahead=True
     ),
@@ -95,23 +89,17 @@ def test_fits(pool4: RankPool) -> None:
     check_refused(pool4, __name__)
 
 
-class Evaluates(SpreadModule):
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.model(batch["input_ids"])
-
-
-def _evaluate(function: str) -> None:
-    """Runs on every rank: `trainer.validate` or another, on unequal data."""
+def _evaluate() -> None:
+    """Runs on every rank, on unequal data."""
     batches = micro_batches(CASE)[dist.get_rank()][: (5, 2, 4, 1)[dist.get_rank()]]
     trainer = make_trainer(AutomodelStrategy(expert_parallel_size=2))
-    getattr(trainer, function)(Evaluates(MixtureDecoder()), DataLoader(batches, batch_size=None))
+    trainer.validate(SpreadModule(MixtureDecoder()), DataLoader(batches, batch_size=None))
 
 
-@pytest.mark.parametrize("function", ["validate", "predict"])
-def test_unequal_evaluation(pool4: RankPool, function: str) -> None:
+def test_unequal_evaluation(pool4: RankPool) -> None:
     """Other ranks' tokens would wait for the experts of a rank that runs no forwards."""
     with pytest.raises(RankError, match=r"evaluated all its data.*limit_val_batches"):
-        pool4.run(_evaluate, function)
+        pool4.run(_evaluate)
 
 
 class Differentiated(SpreadModule):
@@ -173,12 +161,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[DeviceMesh], None], str]] = {
         lambda mesh: spread_experts(_Layer(), mesh, names=["experts.up", "norm.weight"]),
         "and _Layer has {'experts.up': (8, 5, 6), 'norm.weight': (6,)}: pass names=",
     ),
-    "numbers differ": (
-        lambda mesh: spread_experts(
-            nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)), mesh
-        ),
-        "and Sequential has {'0.weight': (4, 3), '1.weight': (2, 4)}: pass names=",
-    ),
     "another mesh": (
         lambda mesh: spread_experts(Experts(8), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))),
         "got a mesh with the dimensions ('dp',) of sizes (4,)",
@@ -204,7 +186,7 @@ def test_calls(pool4: RankPool) -> None:
             assert message in found[name], name
 
 
-def _spread(names: list[str] | None) -> dict[str, Any]:
+def _spread() -> dict[str, Any]:
     """Runs on every rank."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert_parallel",))
     layer = _Layer()
@@ -212,7 +194,7 @@ def _spread(names: list[str] | None) -> dict[str, Any]:
         layer.experts.up.copy_(torch.arange(8.0).view(8, 1, 1) + 100 * dist.get_rank())
     layer.experts.up.note = "a tag"
     layer.experts.up.requires_grad_(False)
-    spread_experts(layer, mesh, names)
+    spread_experts(layer, mesh, ["experts.up"])
     up = layer.experts.up
     return {
         "experts": up.to_local()[:, 0, 0].tolist(),
@@ -224,7 +206,7 @@ def _spread(names: list[str] | None) -> dict[str, Any]:
 
 def test_what_is_spread(pool4: RankPool) -> None:
     """The first rank's values, by the order of ranks; attributes and flags stay."""
-    for rank, found in enumerate(pool4.run(_spread, ["experts.up"])):
+    for rank, found in enumerate(pool4.run(_spread)):
         assert found["experts"] == [2.0 * rank, 2.0 * rank + 1]
         assert (found["note"], found["trains"]) == ("a tag", False)
         assert "norm.weight" in found["whole"]
