@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel.gradients.rescale_clip import (
-    clip_gradients,
-    gradient_factor,
-    scale_gradients_,
-)
+from lightning_automodel.gradients.rescale_clip import clip_gradients, gradient_factor, scale_gradients_
 from lightning_automodel.gradients.token_loss import TokenWeighting, sums_of
 from lightning_automodel.sharding.activation_checkpointing import offloaded_activations
 from tests.second_device import device
@@ -23,18 +19,6 @@ from tests.second_device.kernels import recorded_kernels
 
 HERE = f"{device.TYPE}:0"
 NEIGHBOUR = f"{device.TYPE}:1"
-
-
-def copies_arrive_late() -> None:
-    """Without blocking: only once the host has waited for their event, stream or device."""
-    tensor = torch.arange(4.0, device=HERE)
-    for after in (_event, lambda: torch.accelerator.current_stream(HERE), lambda: torch.accelerator):
-        pinned = torch.zeros(4, pin_memory=True)
-        pinned.copy_(tensor, non_blocking=True)
-        waited_for = after()
-        assert pinned.isnan().all()
-        waited_for.synchronize()
-        assert pinned.tolist() == [0, 1, 2, 3]
 
 
 def _event() -> torch.Event:
@@ -102,21 +86,6 @@ def devices_are_told_apart() -> None:
     torch.accelerator.set_device_index(0)
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(2, device=HERE, generator=torch.Generator())
-
-
-def random_numbers_are_its_own() -> None:
-    """A state that is saved brings the same numbers back, and the CPU's generator goes on by itself."""
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    module = torch.get_device_module(HERE)
-    state = module.get_rng_state()
-    first = torch.nn.functional.dropout(torch.ones(9, device=HERE))
-    module.set_rng_state(state)
-    assert torch.equal(torch.nn.functional.dropout(torch.ones(9, device=HERE)), first)
-    assert not torch.equal(torch.nn.functional.dropout(torch.ones(9, device=HERE)), first)
-    torch.manual_seed(3)
-    torch.rand(5, device=HERE)
-    assert torch.equal(torch.rand(3), expected)
 
 
 def activations_leave_and_come_back() -> None:

@@ -1,42 +1,27 @@
 """Collectives of the second device that behave as NCCL's, in a process whose `TEST_DEVICE` is "nccl".
 
 Numbers are gloo's, to the bit. Where gloo's collectives block and raise, these do neither. `nccl_like.cpp`
-has them, `pending.cpp` what waits for them.
+has them, `pending.cpp` what waits for them. From ProcessGroupNCCL.hpp and .cpp of torch 2.13:
 
-What comes from the sources of torch 2.13: lines of ProcessGroupNCCL.hpp, which is installed with torch, and
-functions of ProcessGroupNCCL.cpp, which is not, as read in a version of the same classes:
-
-- A collective is queued on a stream of the backend's own, and the call returns (line 286). One that is not
-  asynchronous is queued on the current stream (`collective`, by `asyncOp`). `Work.wait` makes the current
-  stream wait, not the host, but for a barrier, for which it synchronizes the stream (`WorkNCCL::wait`, line
-  427). `getFuture` is completed at once, with events. So the host blocks in reads, and where it
-  synchronizes.
-- A thread looks at the oldest collective every 100 ms (line 1279). When it is not done after `timeout` since
-  it was queued, or when its event raises, as an event does after an error in a kernel (line 109), the
-  process is aborted (lines 171 and 1263; `WorkNCCL::checkTimeout`, `handleException`). Before that, torch
-  dumps its flight recorder, for 15 s at most (`HeartbeatMonitor`): here, nothing is dumped.
-- A group connects in the thread that calls its first collective (lines 1077 and 1079: `initNCCLComm`, before
-  the collective becomes work that the watchdog sees), or at once where a device is bound (line 987;
-  `_new_process_group_helper`, distributed_c10d.py:2333), or when it is split from such a group
-  (device_mesh.py:564). Ranks wait for rank 0's unique id until the store's timeout, and raise then
-  (`broadcastUniqueNCCLID`); then for all. A communicator can be aborted only once it is made (line 1346), so
-  `abort` does not end that wait.
-- `shutdown`, which `destroy_process_group` calls, waits in NCCL for what is queued, under a lock (line 981).
-  `abort` needs that lock: it runs in a thread of its own, is waited for until `timeout`, and raises then
-  (lines 985 and 1267). The destructor aborts, as distributed_c10d.py keeps groups until the program ends.
-- Sequence numbers are counted by the backend (line 950). `ProcessGroup` knows only those of torch's own
-  backends.
+- A collective is queued on a stream of the backend's own, and the call returns. `Work.wait` makes the current
+  stream wait, not the host, but for a barrier. `getFuture` is completed at once, with events. So the host
+  blocks in reads, and where it synchronizes.
+- A thread looks at the oldest collective every 100 ms. When it is not done after `timeout` since it was
+  queued, or when its event raises, the process is aborted. (Torch dumps its flight recorder before that.)
+- A group connects in the thread that calls its first collective, or at once where a device is bound or it is
+  split from such a group. Ranks wait for rank 0's unique id until the store's timeout; then for all, which
+  `abort` does not end.
+- `shutdown`, which `destroy_process_group` calls, waits for what is queued, under a lock. `abort` needs that
+  lock: it is waited for until `timeout`, and raises then.
+- Sequence numbers are counted by the backend.
 
 What is an assumption:
 
-- A peer that dies, or does another collective, is noticed by nobody. So it is on one machine, where NCCL
-  writes to shared memory; over a network its transport may report an error, which the watchdog would make an
-  abort.
-- A rank that is lost while a group connects makes the others wait without a limit. NCCL's sockets may report
-  it.
+- A peer that dies, or does another collective, is noticed by nobody, also while a group connects: so it is on
+  one machine, where NCCL writes to shared memory.
 - `shutdown` waits until the others come to it, too: NCCL's documentation calls it collective.
 - Whether `abort` frees a blocked host with an error could not be settled: `ABORT` chooses.
-- An error in a kernel raises in the call that launches it, not in a later one: kernels run at once here.
+- An error in a kernel raises in the call that launches it: kernels run at once here.
 - CUDA's allocator waits for the device where its cache is emptied.
 - The host runs ahead of a device by a thousand kernels. Here it waits in the first kernel that needs a
   collective, unless `RUN_AHEAD` says that the collective will not come.

@@ -8,11 +8,9 @@ import torch
 from tests.rank_pool import RankPool
 
 NAMES = [
-    "copies_arrive_late",
     "streams_wait_for_each_other",
     "waits_are_told",
     "devices_are_told_apart",
-    "random_numbers_are_its_own",
     "activations_leave_and_come_back",
     "negative_counts_do_not_get_lost",
     "kernels_do_not_grow_with_the_parameters",

@@ -5,6 +5,8 @@ sweep. `-k test_cell -m "sweep or not sweep" --support-table
 benchmarks/results/support_cpu2.md` writes how much of the matrix of support has run.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import datetime
@@ -39,39 +41,11 @@ from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_fits
-from tests.trainer.test_exactness import (
-    test_weights_equal_one_process,
-)
+from tests.trainer.test_exactness import test_weights_equal_one_process
 from tests.trainer.test_layouts import test_use_that_differs_between_ranks
-from tests.trainer.test_lightning_callbacks import (
-    test_early_stopping,
-    test_on_exception_checkpoint,
-)
+from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint
 from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
-
-__all__ = [
-    "test_a_backward_that_edits_gradients",
-    "test_a_failed_backward_leaves_what_stood_there",
-    "test_an_epoch_that_ends_on_one_rank_alone",
-    "test_around_fits",
-    "test_backwards_in_a_hook",
-    "test_early_stopping",
-    "test_equals_one_process",
-    "test_failure_in_the_background",
-    "test_from_everywhere",
-    "test_misuse_raises",
-    "test_nothing_is_left_after_a_failure_that_was_caught",
-    "test_on_exception_checkpoint",
-    "test_plain_backward_is_averaged_by_fsdp2",
-    "test_state_that_is_not_there_yet",
-    "test_trained",
-    "test_training_goes_on_while_a_checkpoint_is_written",
-    "test_unused_once_it_is_unfrozen",
-    "test_use_that_differs_between_ranks",
-    "test_weights_equal_one_process",
-    "test_what_users_write",
-]
 
 BY_DEFAULT = {
     Cell("FSDP2", "16-mixed", "clip by norm"),
@@ -107,28 +81,22 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, str]]:
 def as_markdown(found: dict[Cell, str]) -> str:
     """How many features passed or were refused, by precision and layout."""
     layouts = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
-    lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features"
-        " passed on the second device of `tests/second_device`, by the tolerances of the tables above, and"
-        " how many were refused as there.",
-        "",
-    ]
     rows = {}
     for precision in PRECISIONS:
-        counts = [
-            Counter(
-                status
-                for cell, status in found.items()
-                if (cell.layout, cell.precision) == (layout, precision)
-            )
-            for layout in layouts
-        ]
-        cells = [
+        counts = {layout: Counter[str]() for layout in layouts}
+        for cell, status in found.items():
+            if cell.precision == precision:
+                counts[cell.layout][status] += 1
+        rows[precision] = [
             ", ".join(f"{number} {word}" for word, number in count.items()) or "not selected"
-            for count in counts
+            for count in counts.values()
         ]
-        rows[precision] = cells
-    return "\n".join([*lines, *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
+    intro = (
+        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features"
+        " passed on the second device of `tests/second_device`, by the tolerances of the tables above, and"
+        " how many were refused as there."
+    )
+    return "\n".join([intro, "", *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
 
 
 class WithStates(LabelledModule):

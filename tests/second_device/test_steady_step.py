@@ -6,18 +6,183 @@ waits there, and a record of kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_automodel import AutomodelStrategy, token_loss
 from tests.markdown import merged_table, write_record, write_section
-from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_LAYOUTS, Waits, measure
+from tests.trainer.cases import Case
+from tests.trainer.exactness import WIDTH, Batch, TinyDecoder, micro_batches
+from tests.trainer.runs import make_trainer
+from tests.trainer.support import FEATURES, LAYOUTS, Feature, SupportModule, decoder
+
+ACCUMULATE = 2
+FIRST = 2 * ACCUMULATE
+LAST = 4 * ACCUMULATE
+"""The measured micro-batches: two windows, after DDP has rebuilt its buckets."""
+
+
+class UnusedLayers(TinyDecoder):
+    """One layer is used by the first rank (with its `peers`) alone, and another one by none."""
+
+    peers = 1
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        return logits * self.extra(logits) if dist.get_rank() < self.peers else logits
+
+
+class Scaled(TinyDecoder):
+    """Has a parameter that FSDP2 cannot shard."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.scale
+
+
+def add_unused_layers(model: nn.Module) -> None:
+    """Make the decoder one of `UnusedLayers`."""
+    model.__class__ = UnusedLayers
+    model.extra = nn.Linear(model.head.out_features, 1).double()
+    model.unused = nn.Linear(WIDTH, WIDTH).double()
+
+
+def add_scale(model: nn.Module) -> None:
+    """Make the decoder `Scaled`."""
+    model.__class__ = Scaled
+    model.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+class TokenLossModule(SupportModule):
+    """Computes its loss in chunks."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        model = self.model
+        hidden = model.embedding(batch["input_ids"])
+        for block in model.blocks:
+            hidden = block(hidden)
+        loss, count = token_loss(model.norm(hidden), model.head, batch["labels"])
+        return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
+
+
+MORE = {
+    "batches drawn ahead of unequal data": Feature({"uneven_inputs": "pad"}),
+    "norm clipped and tracked": Feature({"track_grad_norm": True}, trainer={"gradient_clip_val": 0.05}),
+    "non-finite check": Feature({"error_if_nonfinite": True}),
+    "bf16-mixed": Feature(trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    "16-mixed": Feature(trainer={"precision": "16-mixed", "gradient_clip_val": 0.05}),
+    "bf16-true": Feature(trainer={"precision": "bf16-true", "gradient_clip_val": 0.05}),
+    "token_loss": Feature(),
+    "layers that ranks leave unused": Feature(prepare=add_unused_layers),
+    "a scalar parameter": Feature(prepare=add_scale),
+    "CPU offload, clip by norm": Feature({"cpu_offload": True}, trainer={"gradient_clip_val": 0.05}),
+}
+MODULES = {"token_loss": TokenLossModule}
+CHOSEN = (
+    "accumulation, short window",
+    "clip by norm",
+    "clip by value",
+    "manual optimization",
+    "parameters kept gathered",
+    "parameters resharded",
+    "reduction each micro-batch",
+    "all-reduce once",
+    "no reshard after forward",
+    "CPU offload",
+    "activation checkpointing",
+    "activations in host memory",
+    "gathers two units ahead",
+    "frozen parameters",
+    "window counted ahead",
+)
+STEADY = {**{name: FEATURES[name] for name in CHOSEN}, **MORE}
+STEADY_LAYOUTS = {
+    "FSDP2": LAYOUTS["FSDP2"],
+    "DDP": LAYOUTS["DDP"],
+    "TP": dataclasses.replace(LAYOUTS["TP x FSDP2"], num_ranks=1),
+    "CP x FSDP2": LAYOUTS["CP x FSDP2"],
+    "HSDP": LAYOUTS["HSDP"],
+}
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Of one rank, in the measured micro-batches: how often, by what it was and the line that asked for it.
+
+    `launched` has kernels by launcher, line and operator, see `kernels.py`.
+    """
+
+    waits: dict[tuple[str, str], int]
+    pageable: dict[tuple[str, str], int]
+    launched: dict[tuple[str, str, str], int]
+
+
+class Recorder(Callback):
+    """Records from the start of micro-batch `FIRST` to the end of micro-batch `LAST - 1`."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[str, str]] = Counter()
+        self.launched: Counter[tuple[str, str, str]] = Counter()
+        self._recording = ExitStack()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        from tests.second_device import device, kernels
+
+        if batch_idx == FIRST:
+            self.found = self._recording.enter_context(device.recorded_waits())
+            self.launched = self._recording.enter_context(kernels.recorded_kernels())
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == LAST - 1:
+            self._recording.close()
+
+
+def measure(layout_name: str, feature: str) -> Waits | str:
+    """Runs on every rank: what was recorded, or the message with which the layout refuses the feature."""
+    from tests.second_device import device
+
+    layout = STEADY_LAYOUTS[layout_name]
+    switched_on = STEADY[feature]
+    case = Case(seed=7, telling="labels", num_batches=LAST + 1, num_ranks=layout.num_ranks, gap="none")
+    make_module = MODULES.get(feature, SupportModule)
+    module = make_module(decoder(switched_on, layout).float(), switched_on, layout)
+    recorder = Recorder()
+    module.model.peers = layout.peers
+    kwargs = dict(layout.options)
+    if feature == "layers that ranks leave unused" and kwargs.get("data_parallel") == "ddp":
+        kwargs["ddp_kwargs"] = {"find_unused_parameters": True}
+    options = {"accumulate_grad_batches": ACCUMULATE, "callbacks": [recorder]}
+    try:
+        trainer = make_trainer(
+            AutomodelStrategy(**kwargs, **switched_on.options), **options | switched_on.trainer
+        )
+        trainer.fit(
+            module, DataLoader(micro_batches(case)[dist.get_rank() // layout.peers], batch_size=None)
+        )
+    except ValueError as error:
+        return str(error)
+    found = recorder.found.items()
+    return Waits(
+        {key: count for key, count in found if key[0] != device.PAGEABLE},
+        {key: count for key, count in found if key[0] == device.PAGEABLE},
+        dict(recorder.launched),
+    )
+
 
 PACKAGE = "lightning_automodel"
 COMMAND = (
@@ -25,7 +190,6 @@ COMMAND = (
     " --support-table benchmarks/results/support_cpu2.md"
 )
 BY_DEFAULT = {
-    ("FSDP2", "activations in host memory"),
     ("DDP", "norm clipped and tracked"),
     ("FSDP2", "non-finite check"),
     ("FSDP2", "bf16-true"),
@@ -86,8 +250,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     found: Table = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        write_section(Path(path), "waits", as_markdown(found))
-        write_record("kernels", kernels_as_markdown(found))
+        notes = "\n".join(f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1))
+        write_section(Path(path), "waits", f"{as_markdown(found, WAITS, _cell)}\n{notes}\n")
+        write_record("kernels", f"# Kernels of a window\n\n{as_markdown(found, KERNELS, _kernel_cell)}")
 
 
 @pytest.mark.every_case
@@ -151,50 +316,41 @@ def _named(layout: str, feature: str) -> list[tuple[int, str]]:
     ]
 
 
-def as_markdown(found: Table) -> str:
-    """Waits of rank 0 a micro-batch, with the notes that name them."""
-    intro = (
-        f"how often the host waits for the second device in a micro-batch, over micro-batches {FIRST} to"
-        f" {LAST - 1} of a fit that accumulates {ACCUMULATE}. The batch alone is copied from pageable memory."
-    )
-    cells = {key: _cell(*key, found.get(key)) for key in product(STEADY_LAYOUTS, STEADY)}
-    notes = [f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1)]
-    return "\n".join([*_table(intro, cells), "", *notes]) + "\n"
+WAITS = (
+    f"how often the host waits for the second device in a micro-batch, over micro-batches {FIRST} to"
+    f" {LAST - 1} of a fit that accumulates {ACCUMULATE}. The batch alone is copied from pageable memory."
+)
+KERNELS = (
+    f"operators that launch a kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them:"
+    " this package (of these on lists of gradients) + FSDP2 + the optimizer. The model's own are left out."
+)
 
 
-def kernels_as_markdown(found: Table) -> str:
-    """Kernels a window that this package, FSDP2 and the optimizer launch on rank 0."""
-    intro = (
-        f"operators that launch a kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls"
-        " them: this package (of these on lists of gradients) + FSDP2 + the optimizer. The model's own are"
-        " left out."
-    )
-    cells = {key: _kernel_cell(found.get(key)) for key in product(STEADY_LAYOUTS, STEADY)}
-    return "\n".join(["# Kernels of a window", "", *_table(intro, cells)]) + "\n"
-
-
-def _table(intro: str, cells: dict[tuple[str, str], str]) -> list[str]:
-    """Features down, layouts across."""
-    rows = {feature: [cells[layout, feature] for layout in STEADY_LAYOUTS] for feature in STEADY}
-    return [
+def as_markdown(found: Table, intro: str, cell: Callable[[str, str, Waits | str | None], str]) -> str:
+    """Of rank 0: features down, layouts across."""
+    rows = {
+        feature: [cell(layout, feature, found.get((layout, feature))) for layout in STEADY_LAYOUTS]
+        for feature in STEADY
+    }
+    lines = [
         f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: {intro}",
         "",
         f"Features: {'; '.join(STEADY)}.",
         "",
         *merged_table(["feature", *STEADY_LAYOUTS], rows, "features"),
     ]
+    return "\n".join(lines) + "\n"
 
 
-def _kernel_cell(found: Waits | str | None) -> str:
+def _kernel_cell(layout: str, feature: str, found: Waits | str | None) -> str:
     if not isinstance(found, Waits):
         return "not selected" if found is None else "refused"
     numbers: Counter[str] = Counter()
     for (launcher, _, operator), count in found.launched.items():
         numbers[launcher] += count
         numbers["on lists"] += count if launcher == PACKAGE and is_on_lists(operator) else 0
-    own, on_lists, fsdp, optimizer = (
-        f"{numbers[name] / NUM_STEPS:.3g}" for name in (PACKAGE, "on lists", "FSDP2", "optimizer")
-    )
+    names = (PACKAGE, "on lists", "FSDP2", "optimizer")
+    own, on_lists, fsdp, optimizer = (f"{numbers[name] / NUM_STEPS:.3g}" for name in names)
     return f"{own} ({on_lists}) + {fsdp} + {optimizer}"
 
 
