@@ -25,9 +25,9 @@ from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
 from tests.rank_pool import RankError, RankPool
-from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
-from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
+from tests.sharding.test_tensor_parallel import HF_CASE as TENSOR_PARALLEL
 from tests.sharding.test_tensor_parallel import data_rank
+from tests.sharding.test_tensor_parallel import make_model as make_logits_model
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.hugging_face import (
     CAUSAL,

@@ -27,25 +27,15 @@ from torch.nn.utils import (
 
 @dataclass
 class Trained:
-    """What a snippet works on.
+    """What a snippet works on."""
 
-    Attributes:
-        weight: At least [5, 5].
-        other: A weight of the same shape, in another unit.
-        short: One row, so fewer than ranks.
-        bias: One element.
-        conv: Three dimensions; None where the module has no convolution.
-        module: Holds all of them.
-        optimizer: An Adam that has stepped.
-    """
-
-    weight: nn.Parameter
-    other: nn.Parameter
-    short: nn.Parameter
-    bias: nn.Parameter
-    conv: nn.Parameter | None
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    weight: nn.Parameter  # at least [5, 5]
+    other: nn.Parameter  # of the same shape, in another unit
+    short: nn.Parameter  # one row, so fewer than ranks
+    bias: nn.Parameter  # one element
+    conv: nn.Parameter | None  # three dimensions, where the module has a convolution
+    module: nn.Module  # holds all of them
+    optimizer: torch.optim.Optimizer  # an Adam that has stepped
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -1,8 +1,9 @@
-"""Tensors that are sent to every rank, parameters that FSDP2 cannot take, and models that differ between ranks."""
+"""Before sharding: what is sent to every rank, what FSDP2 cannot take, tags, hooks and strides of parameters."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,19 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.apply import broadcast_tensors
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, WIDTH, TinyDecoder, full_weights, weight_error
+from tests.sharding.fits import ACCUMULATE, fit, fit_module
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    TinyDecoder,
+    assert_exact,
+    full_weights,
+)
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer
-
-ACCUMULATE = 3
-T = TypeVar("T")
+from tests.trainer.runs import STRATEGIES, by_default, loader, make_trainer
 
 
 def _broadcast() -> list[complex]:
@@ -39,22 +47,12 @@ class Complex(nn.Module):
         super().__init__()
         self.decoder = TinyDecoder(seed=1)
         fill(self)
-        generator = torch.Generator().manual_seed(7)
-        self.turn = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.complex128, generator=generator))
-        self.decoder.blocks[0].turn = nn.Parameter(
-            torch.randn(WIDTH, dtype=torch.complex128, generator=generator)
-        )
+        self.turn = nn.Parameter(torch.linspace(-1, 1, VOCABULARY).add(0.5j).to(torch.complex128))
+        self.decoder.blocks[0].turn = nn.Parameter(torch.linspace(-1, 1, WIDTH).to(torch.complex128))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         turned = self.decoder(input_ids) * self.turn
         return turned.real + turned.imag * self.decoder.blocks[0].turn.abs().sum()
-
-
-def _fit_complex() -> tuple[dict[str, Tensor], list[str]]:
-    module = ModelModule(Complex())
-    strategy = AutomodelStrategy(**STRATEGIES["kept"])
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return _real(full_weights(module)), strategy.describe()["replicated"]
 
 
 def _real(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,10 +60,10 @@ def _real(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_complex_parameters_stay_whole(pool2: RankPool) -> None:
-    expected = _real(prefixed(plain_weights(Complex(), ACCUMULATE)))
-    for weights, replicated in pool2.run(_fit_complex):
-        assert weight_error(weights, expected) <= TOLERANCE
-        assert replicated == ["model.turn", "model.decoder.blocks.0.turn"]
+    found = pool2.run(fit, Complex, STRATEGIES["kept"])
+    expected = prefixed(plain_weights(Complex(), ACCUMULATE))
+    assert_exact([_real(each.weights) for each in found], _real(expected))
+    assert found[0].described["replicated"] == ["model.turn", "model.decoder.blocks.0.turn"]
 
 
 DIFFERENT = {
@@ -85,7 +83,7 @@ def _differ() -> list[str]:
             else:
                 module.model.head.weight.requires_grad_(dist.get_rank() == 0)
             with pytest.raises(ValueError, match="different models") as raised:
-                make_trainer(AutomodelStrategy(**options)).fit(module, loader(CASE))
+                fit_module(module, options)
             messages.append(str(raised.value))
     return messages
 
@@ -98,3 +96,133 @@ def test_ranks_with_different_models_raise(pool2: RankPool) -> None:
             for second in DIFFERENT.values()
             for _ in range(2)
         ]
+
+
+ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
+
+
+class Unusual(nn.Module):
+    """A decoder beside a transposed matrix, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = TinyDecoder(seed=1)
+        self.across = nn.Parameter(torch.empty(VOCABULARY, WIDTH).t())
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        fill(self)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.decoder(input_ids) + self.decoder.embedding(input_ids) @ self.across + self.nothing.sum()
+
+
+def _sgd_over_lists(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, foreach=True)
+
+
+class StepsOverLists(ModelModule):
+    """Steps with all parameters at once, as optimizers do by default on accelerators."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _sgd_over_lists(self)
+
+
+def _fit_and_resume(folder: str) -> Outcome:
+    path = f"{folder}/one.ckpt"
+    trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE, max_steps=1)
+    trainer.fit(StepsOverLists(Unusual()), loader())
+    trainer.save_checkpoint(path)
+    module = StepsOverLists(Unusual())
+    trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, loader(), ckpt_path=path)
+    outcome = Outcome(full_weights(module))
+    outcome.pop("model.nothing")
+    return outcome
+
+
+def test_steps_over_lists_take_shards_and_whole_parameters(pool2: RankPool, tmp_path: Path) -> None:
+    """Torch refuses lists of both: in a step of the fit, and in the one that makes an optimizer's state for loading."""
+    weights = plain_weights(Unusual(), ACCUMULATE, make_optimizer=_sgd_over_lists)
+    weights.pop("nothing")
+    expected = prefixed(weights)
+    assert_exact(pool2.run(_fit_and_resume, str(tmp_path)), expected)
+
+
+class HasItsOptimizer(ModelModule):
+    """Its optimizer and schedule are made before it is sharded, as LightningCLI makes those of its configuration."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=2 * LEARNING_RATE, momentum=MOMENTUM)
+        self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=0.5, total_iters=100)
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer], [self.schedule]
+
+
+def _fit_with_its_optimizer(options: dict[str, Any]) -> Outcome:
+    return fit_module(HasItsOptimizer(filled_decoder()), options).weights
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_optimizers_made_before_the_fit(pool2: RankPool, options: dict[str, Any]) -> None:
+    """They hold the parameters that sharding replaces."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    assert_exact(pool2.run(_fit_with_its_optimizer, options), expected)
+
+
+class LooksAtTags(ModelModule):
+    """Finds out which parameters are tagged once they are sharded."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.in_hook = self.tagged()
+        return super().configure_optimizers()
+
+    def tagged(self) -> list[str]:
+        return [name for name, parameter in self.named_parameters() if getattr(parameter, "no_decay", False)]
+
+
+def _tags(options: dict[str, Any]) -> list[list[str]]:
+    module = LooksAtTags(filled_decoder())
+    module.model.head.bias.no_decay = module.model.blocks[0].norm.weight.no_decay = True
+    fit_module(module, options)
+    return [module.in_hook, module.tagged()]
+
+
+@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
+def test_attributes_stay_with_parameters(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Optimizers are often built by such tags: without them everything would decay."""
+    for tagged in pool2.run(_tags, options):
+        assert tagged == [["model.blocks.0.norm.weight", "model.head.bias"]] * 2
+
+
+def _masked() -> nn.Module:
+    model = filled_decoder()
+    model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+    return model
+
+
+def _fit_masked(options: dict[str, Any], is_second: bool) -> Any:
+    module = ModelModule(filled_decoder())
+    if is_second:
+        fit_module(module, options)
+    module.model.blocks[0].linear.weight.register_hook(torch.zeros_like)
+    try:
+        return fit_module(module, options).weights
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, is_second: bool) -> None:
+    """A mask that is dropped without a word trains what it was to keep. Later ones: `test_between_steps.py`."""
+    for message in pool2.run(_fit_masked, ENGINES["fsdp2"], is_second):
+        assert message.startswith(
+            "1 parameters that FSDP2 shards have gradient hooks (model.blocks.0.linear.weight), which it"
+            " never calls"
+        )
+
+
+def test_gradient_hooks_under_ddp(pool2: RankPool) -> None:
+    """There they are called, and a masked gradient is exact."""
+    expected = prefixed(plain_weights(_masked(), ACCUMULATE))
+    assert_exact(pool2.run(_fit_masked, ENGINES["ddp"], False), expected)

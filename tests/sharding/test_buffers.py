@@ -24,10 +24,8 @@ STEPS = 6
 class Normalised(LightningModule):
     """Notes its running mean at the start and the end of each training step, and in each validation step."""
 
-    def __init__(self, is_manual: bool, accumulate: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not is_manual
-        self.accumulate = accumulate
         self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
         self.seen: dict[str, list[Tensor]] = {"start": [], "end": [], "validation": [], "saved": []}
 
@@ -38,16 +36,7 @@ class Normalised(LightningModule):
         self.note("start")
         loss = self.model(batch).square().mean()
         self.note("end")
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        is_last = (batch_idx + 1) % self.accumulate == 0
-        with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(loss)
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-        return None
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.note("validation")
@@ -58,27 +47,26 @@ class Normalised(LightningModule):
 
 
 class Saves(Callback):
-    """Saves in the middle of a window of three micro-batches, or at its end."""
+    """Saves in the middle of a window of three micro-batches."""
 
-    def __init__(self, path: Path, after: int = 1) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.after = after
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == self.after:
+        if batch_idx == 1:
             trainer.save_checkpoint(self.path)
             module.note("saved")
 
 
-def _train(is_manual: bool, options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
+def _train(options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     data = DataLoader(torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64), batch_size=4)
-    module = Normalised(is_manual, 3)
+    module = Normalised()
     trainer = make_trainer(
         AutomodelStrategy(count="samples", **options),
-        accumulate_grad_batches=1 if is_manual else 3,
+        accumulate_grad_batches=3,
         val_check_interval=5,
         limit_val_batches=1,
         callbacks=[Saves(folder / "saved"), WeightAveraging(use_buffers=True)],
@@ -91,15 +79,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("is_manual", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path) -> None:
+def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, tmp_path: Path) -> None:
     """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees.
 
     A save there leaves each rank its own; ``tests/checkpoint/test_buffers_by_rank.py`` has what is in a
     checkpoint.
     """
-    first, second = pool2.run(_train, is_manual, LAYOUTS[layout], tmp_path)
+    first, second = pool2.run(_train, LAYOUTS[layout], tmp_path)
     assert first["validation"]
     assert all(map(torch.equal, first["validation"], second["validation"]))
     for seen in (first, second):
@@ -110,10 +97,9 @@ def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, is_manual: b
     assert not any(torch.equal(one, other) for one, other in zip(first["end"], second["end"], strict=True))
 
 
-@pytest.mark.parametrize("is_manual", [True, False])
-def test_whoever_switches_broadcasts_off_gets_none(pool2: RankPool, is_manual: bool, tmp_path: Path) -> None:
+def test_whoever_switches_broadcasts_off_gets_none(pool2: RankPool, tmp_path: Path) -> None:
     options = {"data_parallel": "ddp", "ddp_kwargs": {"broadcast_buffers": False}}
-    first, second = pool2.run(_train, is_manual, options, tmp_path)
+    first, second = pool2.run(_train, options, tmp_path)
     for when in ("validation", "saved"):
         assert not any(torch.equal(one, other) for one, other in zip(first[when], second[when], strict=True))
 
@@ -122,7 +108,7 @@ class Collects(Normalised):
     """Keeps rows of each batch, more of them on each further rank, or less."""
 
     def __init__(self, persistent: bool, sign: int) -> None:
-        super().__init__(is_manual=True, accumulate=1)
+        super().__init__()
         self.register_buffer("bank", torch.zeros(0, WIDTH), persistent)
         self.sign = sign
 

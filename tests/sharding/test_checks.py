@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import make_trainer
 
 DDP: dict[str, Any] = {"data_parallel": "ddp"}
@@ -100,14 +100,6 @@ class StepsByHand(Net):
         self.manual_backward(super().training_step(batch, batch_idx))
 
 
-@dataclass(frozen=True)
-class Refused:
-    make: type[Net]
-    message: str
-    options: dict[str, Any] = field(default_factory=dict)
-    trainer_options: dict[str, Any] = field(default_factory=dict)
-
-
 STATIC_GRAPH = "ddp_kwargs: static_graph=True works under automatic optimization without accumulation alone"
 UNREDUCED = (
     "DistributedDataParallel did not reduce all gradients of this window: some parameters took no part in its"
@@ -118,51 +110,48 @@ FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
     " reaches what the unit has returned."
 )
-REFUSED: dict[str, Refused] = {
-    "gradient-penalty": Refused(GradientPenalty, FREED, RESHARDS),
-    "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
-    "copies-itself": Refused(CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make"),
-    "sparse": Refused(
-        Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True)."
+
+
+def batches() -> list[Tensor]:
+    return [torch.linspace(-1, 1, 4).repeat(2, 1) * (index + 1) for index in range(4)]
+
+
+def refused(make: type[Net], message: str, options: dict[str, Any], **settings: Any) -> Refused:
+    return Refused(make, (message,), batches, {"per_token_loss": False, **options}, settings)
+
+
+REFUSED = {
+    "gradient-penalty": refused(GradientPenalty, FREED, RESHARDS),
+    "gradient-penalty-of-convolutions": refused(PenaltyOfConvolutions, FREED, RESHARDS),
+    "copies-itself": refused(
+        CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make", {}
     ),
-    "unused": Refused(Unused, UNREDUCED, DDP, {"accumulate_grad_batches": 2}),
-    "frozen-later": Refused(FreezesLater, UNREDUCED, DDP),
-    "memory-that-ddp-never-freed": Refused(FreesMemory, "setStorage: sizes [2, 4]", DDP),
-    "static-graph-by-hand": Refused(
+    "sparse": refused(
+        Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True).", {}
+    ),
+    "unused": refused(Unused, UNREDUCED, DDP, accumulate_grad_batches=2),
+    "frozen-later": refused(FreezesLater, UNREDUCED, DDP),
+    "memory-that-ddp-never-freed": refused(FreesMemory, "setStorage: sizes [2, 4]", DDP),
+    "static-graph-by-hand": refused(
         StepsByHand, STATIC_GRAPH, {**DDP, "ddp_kwargs": {"static_graph": True}}
     ),
-    "static-graph-accumulating": Refused(
-        Net, STATIC_GRAPH, {**DDP, "ddp_kwargs": {"static_graph": True}}, {"accumulate_grad_batches": 2}
+    "static-graph-accumulating": refused(
+        Net, STATIC_GRAPH, {**DDP, "ddp_kwargs": {"static_graph": True}}, accumulate_grad_batches=2
     ),
 }
 
 
-def fit(module: LightningModule, options: dict[str, Any], **trainer_options: Any) -> None:
-    samples = [torch.linspace(-1, 1, 4) * (index + 1) for index in range(8)]
-    strategy = AutomodelStrategy(per_token_loss=False, **options)
-    make_trainer(strategy, **trainer_options).fit(module, DataLoader(samples, batch_size=2))
-
-
-def _errors() -> dict[str, str]:
-    """What each raises; none has changed a weight."""
-    found = {}
-    for name, case in REFUSED.items():
-        module = case.make()
-        before = full_weights(module)
-        found[name] = "nothing was refused"
-        try:
-            fit(module, case.options, **case.trainer_options)
-        except (ValueError, RuntimeError, AssertionError) as error:
-            found[name] = str(error)
-        after = full_weights(module)
-        assert all(torch.equal(before[weight], after[weight]) for weight in before), name
-    for make in (GradientPenalty, Sparse):
-        fit(make(), DDP)  # the way out that the messages name
-    return found
-
-
 def test_refused(pool2: RankPool) -> None:
-    """Before any weight has changed."""
-    for messages in pool2.run(_errors):
-        for name, case in REFUSED.items():
-            assert messages[name].startswith(case.message), f"{name}: {messages[name]}"
+    check_refused(pool2, __name__)
+
+
+def _fit_by_ddp(make: type[Net]) -> None:
+    trainer = make_trainer(AutomodelStrategy(per_token_loss=False, **DDP))
+    trainer.fit(make(), DataLoader(batches(), batch_size=None))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("make", [GradientPenalty, Sparse])
+def test_what_the_messages_advise(pool2: RankPool, make: type[Net]) -> None:
+    """Trains."""
+    pool2.run(_fit_by_ddp, make)

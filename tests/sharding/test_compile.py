@@ -1,17 +1,13 @@
 """Compiled blocks and models train like eager ones, whoever compiles them and when, and stay units of their own.
 
-What wraps blocks under FSDP2 is trained in every run by the test of a resumed checkpoint; the rest is a
-sweep.
-
 The backend is the one that traces forward and backward and runs what it traced eagerly: what it may change
 is what matters here (graphs, hooks, parameters that FSDP2 exchanges), not the code that another backend
-would generate.
+would generate. Checkpoints of wrapped blocks: `tests/checkpoint/test_shapes.py`.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +18,11 @@ from torch._dynamo.utils import counters
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.sharding.fits import ACCUMULATE, fit_module
+from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, first_by_default
 
-ACCUMULATE = 3
 BACKEND = "aot_eager"
 
 
@@ -58,34 +54,25 @@ def fit(options: dict[str, Any], how: str) -> tuple[Outcome, list[str], int]:
     """Weights by the names of the eager model, units, and the number of graphs that were compiled."""
     torch._dynamo.reset()
     counters.clear()
-    module = Compiled(how)
-    strategy = AutomodelStrategy(**options)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    units = strategy.describe().get("units", [])
-    return _eager_names(module), units, counters["stats"]["unique_graphs"]
+    found = fit_module(Compiled(how), options)
+    weights = {name.replace("_orig_mod.", ""): weight for name, weight in found.weights.items()}
+    return Outcome(weights), found.described.get("units", []), counters["stats"]["unique_graphs"]
 
 
-def _eager_names(module: nn.Module) -> Outcome:
-    return Outcome({name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()})
+RECOMPUTED = {**STRATEGIES["kept"], "activation_checkpointing": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "in-place": ("in place", STRATEGIES["kept"]),
+    "wrapped": ("wrapped", STRATEGIES["resharded"]),
+    "wrapped-recomputed": ("wrapped", RECOMPUTED),
+    "model-recomputed": ("model", RECOMPUTED),
+    "after-sharding": ("after sharding", STRATEGIES["undeferred"]),
+    "ddp": ("wrapped", STRATEGIES["ddp"]),
+}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [
-        pytest.param("in place", STRATEGIES["kept"], marks=pytest.mark.sweep),
-        pytest.param("wrapped", STRATEGIES["resharded"], marks=pytest.mark.sweep),
-        pytest.param(
-            "wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep
-        ),
-        pytest.param(
-            "model", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep
-        ),
-        pytest.param("after sharding", STRATEGIES["undeferred"], marks=pytest.mark.sweep),
-        pytest.param("wrapped", STRATEGIES["ddp"], marks=pytest.mark.sweep),
-    ],
-    ids=["in-place", "wrapped", "wrapped-recomputed", "model-recomputed", "after-sharding", "ddp"],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("how", "options"), CASES.values(), ids=CASES)
 def test_like_eager(pool2: RankPool, how: str, options: dict[str, Any]) -> None:
     """Exact in float64; something was compiled; units are the blocks, and are called what they were."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
@@ -97,63 +84,32 @@ def test_like_eager(pool2: RankPool, how: str, options: dict[str, Any]) -> None:
         )
 
 
-def _resume(folder: str) -> tuple[Outcome, Outcome]:
-    path = str(Path(folder) / "checkpoint")
-    outcomes = []
-    for resumes in (False, True):
-        module = Compiled("wrapped")
-        if not resumes:
-            trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE)
-            trainer.fit(module, loader())
-            trainer.save_checkpoint(path)
-        trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
-        trainer.fit(module, loader(), ckpt_path=path)
-        outcomes.append(_eager_names(module))
-    return outcomes[0], outcomes[1]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.sweep
-def test_a_checkpoint_of_wrapped_blocks_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
-    """Weights and optimizer state find their blocks again behind the wrappers."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, epochs=2))
-    for outcomes in pool2.run(_resume, str(tmp_path), timeout_s=300):
-        for outcome in outcomes:
-            assert weight_error(outcome, expected) <= TOLERANCE
-
-
 def _fit_compiled(options: dict[str, Any]) -> tuple[Outcome, list[str], int, bool]:
     torch._dynamo.reset()
     counters.clear()
     module = ModelModule(filled_decoder())
-    strategy = AutomodelStrategy(compile={"backend": BACKEND}, **options)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader())
+    weights, described = fit_module(module, {"compile": {"backend": BACKEND}, **options}, max_steps=1)
     is_left = any(block._compiled_call_impl is not None for block in module.model.blocks)
-    described = strategy.describe()["compiled"]
-    return Outcome(full_weights(module)), described, counters["stats"]["unique_graphs"], is_left
+    return weights, described["compiled"], counters["stats"]["unique_graphs"], is_left
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        *(
-            pytest.param(each, marks=pytest.mark.sweep)
-            for each in (
-                {"data_parallel": "ddp"},
-                {"activation_checkpointing": True},
-                {"activation_checkpointing": True, "data_parallel": "ddp"},
-                {"reshard_during_accumulation": True},
-            )
-        ),
-    ],
+    first_by_default(
+        [
+            {},
+            {"data_parallel": "ddp"},
+            {"activation_checkpointing": True},
+            {"activation_checkpointing": True, "data_parallel": "ddp"},
+            {"reshard_during_accumulation": True},
+        ]
+    ),
     ids=str,
 )
 def test_the_strategy_compiles(pool2: RankPool, options: dict[str, Any]) -> None:
     """Each block, for the run; sizes of one have graphs of their own, all other shapes share one after the first."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, max_steps=1))
     for outcome, described, num_graphs, is_left in pool2.run(_fit_compiled, options, timeout_s=300):
         assert weight_error(outcome, expected) <= TOLERANCE
         assert described == [f"model.blocks.{index} (Block)" for index in range(3)]

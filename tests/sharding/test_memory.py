@@ -1,7 +1,8 @@
-"""What deferral and gathered parameters are estimated to cost, and how much memory is said to be free."""
+"""What deferral and gathered parameters are estimated to cost, what the strategy chooses, and that it is exact."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,7 +19,13 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import memory
 from lightning_automodel.sharding.apply import initialise_fsdp2
+from tests.free_memory import pretended
 from tests.rank_pool import RankPool
+from tests.sharding.fits import Fitted, check_exact, fit_module
+from tests.trainer.exactness import assert_exact
+from tests.trainer.plain import prefixed
+from tests.trainer.runs import CASE, LabelledModule, by_default, train_plainly
+from tests.trainer.test_models import Scalars
 
 MIB = 2**20
 
@@ -28,19 +36,6 @@ def test_a_rank_has_its_share_of_the_machine() -> None:
     assert free > 2**28
     assert memory.free_bytes(torch.device("cpu"), 4) == free // 4
     assert memory.free_bytes(torch.device("mps"), 1) == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "moments"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.float64, 16)]
-)
-def test_estimate_without_units(dtype: torch.dtype, moments: int) -> None:
-    """Gradients and two moments, float32 at least, of every trainable parameter, and nothing to gather."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)).to(dtype)
-    estimate = memory.estimate(model, torch.device("cpu"))
-    state = 16 * (dtype.itemsize + moments)
-    assert estimate == {"unsharded_parameters": 0, "deferred_gradients": 0, "sharded_state": state}
-    # Offloaded shards take no memory of the device, nor does their state.
-    assert set(memory.estimate(model, torch.device("meta")).values()) == {0}
 
 
 def _estimate(**dtypes: torch.dtype) -> dict[str, int]:
@@ -123,26 +118,91 @@ def test_choice(
         assert f"({budget - beside} MiB)" in reason
 
 
-FREE = (700, 801, 600, 900)  # bytes
-STATE = (30, 9, 50, 210)
+FREE = (700, 800)  # bytes
+STATE = (30, 100)
 
 
-def _spare(scale: int = 1) -> int:
+def _spare(scale: int) -> int:
     rank = dist.get_rank()
-    world = dist.group.WORLD
+    placement = Placement(None, torch.device("cpu"), 1, dist.group.WORLD)  # the mesh is not asked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda *_: FREE[rank] * scale)
-        # The mesh is not asked.
-        return memory.spare_bytes(
-            {"sharded_state": STATE[rank]}, Placement(None, torch.device("cpu"), 1, world)
+        return memory.spare_bytes({"sharded_state": STATE[rank]}, placement)
+
+
+def test_ranks_agree(pool2: RankPool) -> None:
+    """The least of the world, by rank, with its own state; to the byte, which float32 and int32 could not hold."""
+    assert pool2.run(_spare, 1) == [400 - 100] * 2
+    assert pool2.run(_spare, 2**40) == [350 * 2**40 - 30] * 2
+
+
+WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Changing(GradientAccumulationScheduler):
+    """Windows of three micro-batches in the first epoch, the last of them short, and of two in the second."""
+
+    def __init__(self) -> None:
+        super().__init__({0: 3, 1: 2})
+
+
+def fit(options: dict[str, Any], fraction: float) -> Fitted:
+    """Train where half of each rank's free memory is a part of what it needs for gradients and state."""
+
+    def budget(needed: dict[str, int]) -> float:
+        return fraction * (needed["deferred_gradients"] + needed["sharded_state"])
+
+    with pretended(budget):
+        return fit_module(
+            LabelledModule(), options, callbacks=[Changing()], max_epochs=2, accumulate_grad_batches=1
         )
 
 
-def test_ranks_agree(pool4: RankPool) -> None:
-    """The least of the world, by rank, with its own state."""
-    assert pool4.run(_spare) == [450 - 210] * 4
+CHOICES: dict[str, tuple[dict[str, Any], float, tuple[bool, bool]]] = {
+    # Options; free memory; whether gradients are deferred, and parameters resharded.
+    "neither fits": ({}, 0.99, (False, True)),
+    "gradients fit": ({}, 1.2, (True, True)),
+    "both fit": ({}, 2.0, (True, False)),
+    "parameters are kept whatever fits": ({"reshard_during_accumulation": False}, 1.2, (False, False)),
+    "offloaded": ({"cpu_offload": True}, 0.99, (False, True)),
+    "manual choice": ({"defer_fsdp_grad_sync": True}, 0.99, (True, True)),
+}
 
 
-def test_ranks_agree_to_the_byte(pool2: RankPool) -> None:
-    """Of more than float32 or int32 could hold."""
-    assert pool2.run(_spare, 2**40) == [350 * 2**40 - 30] * 2
+@pytest.mark.every_case
+@pytest.mark.parametrize("choice", by_default(CHOICES, "neither fits", "gradients fit"))
+def test_exact_whatever_it_decides(pool2: RankPool, choice: Any) -> None:
+    """In windows whose length changes in mid-run, on ragged rows."""
+    options, fraction, (defers, reshards) = choice
+    found = pool2.run(fit, options, fraction)
+    assert_exact([told.weights for told in found], prefixed(train_plainly(WINDOWS)))
+    for told in found:
+        assert told.described["defer_fsdp_grad_sync"] is defers
+        assert told.described["reshard_during_accumulation"] is reshards
+        assert (told.described["estimated_extra_bytes"]["deferred_gradients"] > 0) is defers
+
+
+@pytest.mark.parametrize(
+    "options",
+    by_default(
+        {
+            "two": {"reshard_after_forward": 2},
+            "two-undeferred": {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
+            "two-offloaded": {
+                "reshard_after_forward": 2,
+                "cpu_offload": True,
+                "activation_checkpointing": True,
+            },
+            "all": {"reshard_after_forward": 4},
+            "never": {"reshard_after_forward": False},
+            "kept": {"reshard_after_forward": 2, "reshard_during_accumulation": False},
+        },
+        "two",
+    ),
+)
+def test_reshard_after_forward(pool4: RankPool, options: dict[str, Any]) -> None:
+    """To a part of the ranks, to all of them, or not at all, as where parameters are kept for the window."""
+    options = {"reshard_during_accumulation": True, **options}
+    described = check_exact(pool4, Scalars, options, case=replace(CASE, num_ranks=4))
+    is_kept = options["reshard_during_accumulation"] is False
+    assert described["reshard_after_forward"] == (not is_kept and options["reshard_after_forward"])

@@ -1,6 +1,6 @@
 """Weights that are codes: a frozen quantised base below adapters, float8 layers, and what is refused.
 
-The classes of torchao and bitsandbytes are tested where they are installed; nothing here has run on a GPU.
+torchao's float8 layers are tested where it is installed; nothing here has run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.quantized import stays_whole
+from lightning_automodel.sharding.quantized import check_replicable, stays_whole
 from tests.rank_pool import RankPool
+from tests.sharding.fits import ACCUMULATE, fit_module
 from tests.trainer.exactness import VOCABULARY, Outcome, weight_error
-from tests.trainer.plain import ModelModule, train_model_plainly
+from tests.trainer.plain import ModelModule, prefixed, train_model_plainly
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
-ACCUMULATE = 3
 WIDTH = 64
 OPTIONS = {**STRATEGIES, "recomputed": {"activation_checkpointing": "offload", "prefetch": 2}}
 
@@ -121,19 +121,19 @@ def _trained(module: nn.Module) -> Outcome:
     return Outcome(whole)
 
 
-def _fit_codes(options: dict[str, Any]) -> tuple[Outcome, Any]:
-    net = coded_net()
+def _fit(make_net: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[Outcome, Any]:
+    net = make_net()
     for block in net.blocks:
-        block.base.weight.codes.add_(dist.get_rank())  # rank 0's are meant
+        if isinstance(block.base.weight, Codes):
+            block.base.weight.codes.add_(dist.get_rank())  # rank 0's are meant
     module = ModelModule(net)
-    strategy = AutomodelStrategy(**options)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return _trained(module), strategy.describe().get("replicated")
+    described = fit_module(module, options).described
+    return _trained(module), described.get("replicated")
 
 
 def _expected(net: nn.Module) -> Outcome:
     train_model_plainly(net, ACCUMULATE, CASE)
-    return Outcome({f"model.{name}": weight for name, weight in _trained(net).weights.items()})
+    return prefixed(_trained(net))
 
 
 @pytest.mark.parametrize("options", by_default(OPTIONS, "kept", "ddp"))
@@ -141,7 +141,7 @@ def test_adapters_beside_frozen_codes(pool2: RankPool, options: dict[str, Any]) 
     """Exact; the codes stay whole, are rank 0's on every rank, and are said to be."""
     expected = _expected(coded_net())
     names = [f"model.blocks.{index}.base.weight" for index in range(3)]
-    for outcome, replicated in pool2.run(_fit_codes, options):
+    for outcome, replicated in pool2.run(_fit, coded_net, options):
         assert weight_error(outcome, expected) <= TOLERANCE
         assert replicated == (None if options == STRATEGIES["ddp"] else names)
 
@@ -158,41 +158,27 @@ def tagged_net() -> nn.Module:
     return net
 
 
-def _fit_tagged() -> tuple[Outcome, Any]:
-    module = ModelModule(tagged_net())
-    strategy = AutomodelStrategy()
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return _trained(module), strategy.describe().get("replicated")
-
-
 def test_a_class_that_is_a_tag(pool2: RankPool) -> None:
     """It is sharded and trained as any parameter."""
     expected = _expected(tagged_net())
-    for outcome, replicated in pool2.run(_fit_tagged):
+    for outcome, replicated in pool2.run(_fit, tagged_net, {}):
         assert weight_error(outcome, expected) <= TOLERANCE
         assert not replicated
 
 
-def _refused(options: dict[str, Any]) -> str:
-    net = coded_net()
-    net.blocks[0].base.weight.requires_grad_(True)
-    trainer = make_trainer(AutomodelStrategy(**options))
-    with pytest.raises(ValueError, match="is to be trained") as raised:
-        trainer.fit(ModelModule(net), loader())
-    return str(raised.value)
-
-
-def test_codes_to_be_trained_are_refused(pool1: RankPool) -> None:
-    """At set-up, with the name, the class and what works."""
-    assert pool1.run(_refused, {}) == [
-        "model.blocks.0.base.weight is to be trained and is a Codes, which FSDP2 cannot shard: its class has"
-        " no fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after training,"
-        " or choose a class that has one, such as those of torchao for float8 training."
-    ]
-    assert pool1.run(_refused, {"data_parallel": "ddp"}) == [
-        "model.blocks.0.base.weight is to be trained and is a Codes, which DDP cannot hold: pass"
-        " data_parallel='fsdp2' (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
-    ]
+def test_refused() -> None:
+    """With the name, the class and what works: codes to be trained, and what could not be saved."""
+    net = coded()
+    net.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="weight is to be trained and is a Codes, which FSDP2 cannot shard"):
+        stays_whole("weight", net.weight, MixedPrecisionPolicy())
+    with pytest.raises(ValueError, match="weight is to be trained and is a Codes, which DDP cannot hold"):
+        check_replicable(net)
+    net.weight.requires_grad_(False)
+    assert check_replicable(net)
+    net.weight.SCB = torch.ones(1)  # as that of bitsandbytes' Linear8bitLt
+    with pytest.raises(ValueError, match="weight is a Codes: its layer adds to the state dict what belongs"):
+        stays_whole("weight", net.weight, MixedPrecisionPolicy())
 
 
 @pytest.mark.parametrize(
@@ -209,9 +195,6 @@ def test_float8_weights_are_not_converted(param_dtype: torch.dtype | None, whole
     assert [name for name, p in net.named_parameters() if stays_whole(name, p, policy)] == whole
 
 
-# --- torchao and bitsandbytes -----------------------------------------------------------------------------------------
-
-
 def _float8(gathers_float8: bool) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -222,89 +205,26 @@ def _float8(gathers_float8: bool) -> nn.Module:
     return net
 
 
-def _int8_base() -> nn.Module:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    def make() -> nn.Module:
-        base = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
-        quantize_(base, Int8WeightOnlyConfig())
-        return base[0]
-
-    return Net(make)
-
-
-def _four_bit() -> nn.Module:
-    from bitsandbytes.nn import Linear4bit
-
-    def make() -> nn.Module:
-        base = Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-        return base.requires_grad_(False).to("cpu")
-
-    return Net(make)
-
-
-def _eight_bit() -> nn.Module:
-    from bitsandbytes.nn import Linear8bitLt
-
-    return Net(lambda: Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False).to("cpu"))
-
-
-def _fit_installed(
-    make: Callable[..., nn.Module], args: tuple[Any, ...], options: dict[str, Any], path: str
-) -> Any:
-    module = ModelModule(make(*args))
+def _fit_float8(gathers: bool, options: dict[str, Any], path: str) -> tuple[Outcome, Outcome]:
+    module = ModelModule(_float8(gathers))
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, loader())
     outcome = _trained(module)
     trainer.save_checkpoint(path)
-    dist.barrier()
-    again = ModelModule(make(*args))
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(
-        again, loader(), ckpt_path=path
-    )
+    again = ModelModule(_float8(gathers))
+    make_trainer(AutomodelStrategy(**options)).validate(again, loader(), path, verbose=False)
     return outcome, _trained(again)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", by_default(STRATEGIES))
-@pytest.mark.parametrize(
-    ("package", "make", "args"),
-    [
-        ("torchao", _float8, (False,)),
-        ("torchao", _float8, (True,)),
-        ("torchao", _int8_base, ()),
-        ("bitsandbytes", _four_bit, ()),
-    ],
-    ids=["float8", "float8-gathered", "int8-base", "4-bit-base"],
-)
-def test_installed_classes(
-    pool2: RankPool, options: dict[str, Any], package: str, make: Any, args: Any, tmp_path: Any
-) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_float8_layers(pool2: RankPool, options: dict[str, Any], gathers: bool, tmp_path: Any) -> None:
     """Train to the weights of one process in float32, and load what they have saved."""
-    pytest.importorskip(package)
-    is_ddp = options == STRATEGIES["ddp"]
-    if is_ddp and (args == (True,) or make is _four_bit):
-        pytest.skip("float8 all-gathers are FSDP2's; what Linear4bit saves, it does not load")
-    expected = _expected(make(*args))
-    for outcome, loaded in pool2.run(
-        _fit_installed, make, args, options, str(tmp_path / "x.ckpt"), timeout_s=200
-    ):
+    pytest.importorskip("torchao")
+    if gathers and options == STRATEGIES["ddp"]:
+        pytest.skip("float8 all-gathers are FSDP2's")
+    expected = _expected(_float8(gathers))
+    for outcome, loaded in pool2.run(_fit_float8, gathers, options, str(tmp_path / "x.ckpt"), timeout_s=200):
         assert weight_error(outcome, expected) <= 1e-5
         assert weight_error(loaded, expected) <= 1e-5
-
-
-def _message(make: Callable[[], nn.Module]) -> str:
-    with pytest.raises(ValueError, match="is a") as raised:
-        make_trainer(AutomodelStrategy()).fit(ModelModule(make()), loader())
-    return str(raised.value)
-
-
-@pytest.mark.sweep
-def test_eight_bit_layers_of_bitsandbytes_are_refused(pool1: RankPool) -> None:
-    """What they save could not be told apart from the unknown."""
-    pytest.importorskip("bitsandbytes")
-    assert pool1.run(_message, _eight_bit) == [
-        "model.blocks.0.base.weight is a Int8Params: its layer adds to the state dict what belongs to no"
-        " parameter or buffer, so a sharded model could not be saved. Load the model in 4 bit (Linear4bit),"
-        " or pass data_parallel='ddp'."
-    ]

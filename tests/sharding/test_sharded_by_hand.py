@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
+from tests.sharding.fits import ACCUMULATE, check_exact, fit_module
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Outcome, assert_exact, full_weights, weight_error
+from tests.trainer.exactness import Outcome, assert_exact, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, filled_decoder, plain_weights, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
+from tests.trainer.refusals import Refused, check_refused
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default
 
-ACCUMULATE = 3
 CLIP = 0.05
 CASE4 = Case(seed=22, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
+RECOMPUTED = {"reshard_during_accumulation": True, "activation_checkpointing": True}
 REPLICAS = {"data_parallel_replicate_size": 2}
 
 
@@ -65,21 +66,13 @@ def _fit_sharded_by_hand(
         for name, parameter in module.named_parameters():
             if name.startswith(plain_parts):
                 parameter.add_(dist.get_rank())
-    trainer = make_trainer(
-        AutomodelStrategy(**options),
-        accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=CLIP,
-        max_epochs=2,
-    )
-    trainer.fit(module, loader())
-    plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
-    described = trainer.strategy.describe()
+    weights, described = fit_module(module, options, gradient_clip_val=CLIP, max_epochs=2)
     assert "model.blocks.0 (Block)" in [*described["roots"], *described["units"]]
-    return full_weights(module), plain
+    return weights, [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
 @pytest.mark.parametrize(
-    "options", by_default({name: STRATEGIES[name] for name in ("kept", "resharded")}, "kept")
+    "options", by_default({"kept": STRATEGIES["kept"], "recomputed": RECOMPUTED}, "kept")
 )
 @pytest.mark.parametrize(
     ("make_module", "plain_parts"),
@@ -96,17 +89,14 @@ def test_sharded_by_hand(
         assert weight_error(Outcome(weights), expected) <= TOLERANCE
 
 
-def _error_of_too_few_ranks(make_module: type[ModelModule], options: dict[str, Any]) -> str:
-    module = make_module(filled_decoder())
-    with pytest.raises(ValueError, match=r"blocks\.0") as raised:
-        make_trainer(AutomodelStrategy(**options)).fit(module, loader(CASE4))
-    return str(raised.value)
+REFUSED = {
+    "too few ranks": Refused(lambda: ShardsOverReplicas(filled_decoder()), ("blocks.0", "data_parallel"))
+}
 
 
 def test_sharded_by_hand_over_too_few_ranks_raises(pool2: RankPool) -> None:
     """A unit whose gradients would not be averaged over all data-parallel ranks is refused, never trained."""
-    for message in pool2.run(_error_of_too_few_ranks, ShardsOverReplicas, {}):
-        assert "data_parallel" in message
+    check_refused(pool2, __name__)
 
 
 class ShardsReplicas(ModelModule):
@@ -118,25 +108,19 @@ class ShardsReplicas(ModelModule):
             fully_shard(part, mesh=mesh)
 
 
-def _fit_replicas(make_module: type[ModelModule], differing: bool) -> dict[str, Tensor]:
-    module = make_module(filled_decoder())
-    if differing:
-        differ_by_rank(module)
-    make_trainer(AutomodelStrategy(**REPLICAS), accumulate_grad_batches=ACCUMULATE).fit(
-        module, loader(CASE4)
-    )
-    return full_weights(module)
-
-
 @pytest.mark.parametrize("make_module", first_by_default([ShardsByHand, ShardsReplicas]))
 def test_replicas_sharded_by_hand(pool4: RankPool, make_module: type[ModelModule]) -> None:
     """Over both dimensions, or over all ranks although the strategy itself would replicate."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, CASE4))
-    assert_exact(pool4.run(_fit_replicas, make_module, False), expected)
+    check_exact(pool4, filled_decoder, REPLICAS, make_module, CASE4)
+
+
+def _fit_replicas_that_differ() -> dict[str, Tensor]:
+    module = ShardsReplicas(filled_decoder())
+    differ_by_rank(module)
+    return fit_module(module, REPLICAS, CASE4).weights
 
 
 def test_replicas_sharded_by_hand_start_equal(pool4: RankPool) -> None:
     """Replicas whose ranks were seeded differently end with one model, not with two."""
-    first, *others = pool4.run(_fit_replicas, ShardsReplicas, True)
-    for weights in others:
-        assert all(torch.equal(weights[name], first[name]) for name in first)
+    first, *others = pool4.run(_fit_replicas_that_differ)
+    assert_exact(others, first, 0.0)

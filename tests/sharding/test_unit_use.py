@@ -1,17 +1,23 @@
-"""Modules that are no ordinary FSDP2 units: used by some ranks alone, in TorchScript, or changing their input."""
+"""Modules that are no ordinary FSDP2 units: used by some ranks alone, in TorchScript, changing their input, opened."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fill, fit_rows, train_rows_plainly
-from tests.trainer.runs import TOLERANCE, by_default
+from tests.sharding.fits import check_exact, fit
+from tests.trainer.exactness import VOCABULARY, WIDTH, Block, Outcome, weight_error
+from tests.trainer.plain import ModelModule, fill
+from tests.trainer.row_losses import WIDTH as ROW
+from tests.trainer.row_losses import RowModule, RowModuleByHand, fit_rows, train_rows_plainly
+from tests.trainer.row_losses import fill as filled_rows
+from tests.trainer.runs import TOLERANCE, by_default, loader, make_trainer
 
 
 class Dropping(nn.Module):
@@ -19,8 +25,8 @@ class Dropping(nn.Module):
 
     def __init__(self, skips: dict[int, int], starts_at: int = 0) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.stem = nn.Linear(ROW, ROW)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh()) for _ in range(3))
         self.skips = skips
         self.starts_at = starts_at
         self.calls = 0
@@ -35,28 +41,15 @@ class Dropping(nn.Module):
         return inputs.square().sum(1)
 
 
-class Tails(nn.Module):
-    """Words of rank 0 need other tails of an adaptive softmax than those of rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6], div_value=2.0)
-
-    def losses(self, inputs: Tensor) -> Tensor:
-        first = {2: 0, 3: 3}.get(len(inputs), 6)
-        return -self.head(torch.tanh(self.stem(inputs)), first + torch.arange(len(inputs)) % 3).output
-
-
 class Scripted(nn.Module):
     """Blocks and a head in TorchScript, beside a layer of Python."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
-        self.blocks = nn.ModuleList(torch.jit.script(fill(block)) for block in blocks)
-        self.head = torch.jit.script(fill(nn.Linear(WIDTH, WIDTH)))
+        self.stem = nn.Linear(ROW, ROW)
+        blocks = [nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(torch.jit.script(filled_rows(block)) for block in blocks)
+        self.head = torch.jit.script(filled_rows(nn.Linear(ROW, ROW)))
 
     def losses(self, inputs: Tensor) -> Tensor:
         inputs = self.stem(inputs)
@@ -70,9 +63,9 @@ class PreActivation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem = nn.Linear(ROW, ROW)
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(ROW, ROW)) for _ in range(3))
         )
 
     def losses(self, inputs: Tensor) -> Tensor:
@@ -101,8 +94,8 @@ class Solve(torch.autograd.Function):
 class Adjoint(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.function = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.stem = nn.Linear(ROW, ROW)
+        self.function = nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh(), nn.Linear(ROW, ROW))
 
     def losses(self, inputs: Tensor) -> Tensor:
         return Solve.apply(self.function, self.stem(inputs), *self.function.parameters()).square().sum(1)
@@ -113,11 +106,11 @@ class FunctionalCalls(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.makes_weights = nn.Linear(1, WIDTH * WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(ROW, ROW) for _ in range(2))
+        self.makes_weights = nn.Linear(1, ROW * ROW)
 
     def losses(self, inputs: Tensor) -> Tensor:
-        weight = self.makes_weights(inputs.new_ones(1)).unflatten(0, (WIDTH, WIDTH))
+        weight = self.makes_weights(inputs.new_ones(1)).unflatten(0, (ROW, ROW))
         hidden = inputs
         for block in self.blocks:
             hidden = torch.tanh(torch.func.functional_call(block, {"weight": weight}, (hidden,)))
@@ -130,31 +123,16 @@ class FunctionalCalls(nn.Module):
         return self.blocks[1](hidden).square().sum(1)
 
 
-class LooksAhead(nn.Module):
-    """Computes in inference mode first, as rollouts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    def losses(self, inputs: Tensor) -> Tensor:
-        with torch.inference_mode():
-            ahead = self.net(inputs)
-        return (self.net(inputs) - 0.5 * ahead.clone()).square().sum(1)
-
-
 SAME_NUMBER = {2: 0, 3: 1, 5: 1, 6: 2}
 ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
 MODELS: dict[str, Any] = {
     "same number": lambda: Dropping(SAME_NUMBER),
     "another number": lambda: Dropping(ANOTHER_NUMBER),
     "later": lambda: Dropping(SAME_NUMBER, starts_at=2),
-    "Tails": Tails,
     "Scripted": Scripted,
     "PreActivation": PreActivation,
     "Adjoint": Adjoint,
     "FunctionalCalls": FunctionalCalls,
-    "LooksAhead": LooksAhead,
 }
 DROPPED = "Ranks have used different FSDP units in the forwards of one accumulation window"
 MESSAGES = {
@@ -170,39 +148,29 @@ MESSAGES = {
 REMEDY: dict[str, Any] = {"auto_wrap_policy": set()}
 LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
     "kept": (RowModule, {"reshard_during_accumulation": False}),
-    "resharded": (RowModule, {"reshard_during_accumulation": True}),
     "by hand": (RowModuleByHand, {}),
     "remedy": (RowModule, REMEDY),
     "remedy, resharded": (RowModule, {**REMEDY, "reshard_during_accumulation": True}),
-    "ddp": (RowModule, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
 }
+DEFAULT = (
+    "same number, kept",
+    "another number, remedy",
+    "later, kept",
+    "Scripted, by hand",
+    "PreActivation, kept",
+    "Adjoint, kept",
+    "Adjoint, remedy, resharded",
+    "FunctionalCalls, kept",
+    "FunctionalCalls, remedy",
+)
+CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
+del CASES["later, by hand"]  # every call counts there
+del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
     make, options = LAYOUTS[layout]
     return fit_rows(make(MODELS[name]), options)
-
-
-CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
-del CASES["later, by hand"]  # every call counts there
-for _layout in ("kept", "resharded", "by hand"):
-    del CASES[f"another number, {_layout}"]  # ranks wait for each other in a gather
-DEFAULT = (
-    "same number, kept",
-    "another number, remedy",
-    "later, kept",
-    "same number, remedy",
-    "Tails, kept",
-    "Scripted, kept",
-    "Scripted, by hand",
-    "PreActivation, kept",
-    "PreActivation, remedy",
-    "Adjoint, kept",
-    "Adjoint, remedy, resharded",
-    "FunctionalCalls, kept",
-    "FunctionalCalls, remedy",
-    "LooksAhead, kept",
-)
 
 
 @pytest.mark.every_case
@@ -211,7 +179,7 @@ def test_units_out_of_the_ordinary(pool2: RankPool, case: tuple[str, str]) -> No
     """Right, or refused on every rank with a remedy that is right."""
     name, layout = case
     expected = train_rows_plainly(MODELS[name]())
-    is_refused = name in MESSAGES and layout in ("kept", "resharded", "by hand")
+    is_refused = name in MESSAGES and layout in ("kept", "by hand")
     for found in pool2.run(_fit, name, layout):
         if is_refused:
             assert isinstance(found, str)
@@ -220,3 +188,105 @@ def test_units_out_of_the_ordinary(pool2: RankPool, case: tuple[str, str]) -> No
         else:
             assert not isinstance(found, str), found
             assert weight_error(Outcome(found), expected) <= TOLERANCE
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)), nn.Tanh()
+    )
+
+
+class Stack(nn.Module):
+    """A class around a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _layers()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layers(hidden)
+
+
+class Opened(nn.Module):
+    """The modules of its blocks are called, and the blocks are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.stack = self.make_stack()
+        fill(self)
+
+    def make_stack(self) -> nn.Module:
+        return nn.ModuleList(Stack() for _ in range(2))
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        return layers.layers(hidden)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layers in self.stack:
+            hidden = torch.tanh(hidden + self.use(layers, hidden))
+        return self.head(hidden)
+
+
+class Iterated(Opened):
+    """As scvi-tools: a Sequential of Sequentials, none of which is called."""
+
+    def make_stack(self) -> nn.Module:
+        return nn.Sequential(OrderedDict((f"layer {i}", _layers()) for i in range(3)))
+
+    def use(self, layers: Any, hidden: Tensor) -> Tensor:
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def _message(make_model: type[Opened]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        fit(make_model, {})
+    return str(raised.value)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make_model", "policy"), [(Opened, {nn.Sequential}), (Iterated, {nn.Linear, Block})]
+)
+def test_a_unit_that_is_not_called(pool2: RankPool, make_model: type[Opened], policy: Any) -> None:
+    """Calling it, or giving the classes that are called, is what the message says. The latter trains."""
+    for message in pool2.run(_message, make_model):
+        assert "got a gradient that it does not reduce" in message
+        assert "call the unit itself" in message
+        assert "pass an auto_wrap_policy with the classes of what is called" in message
+    check_exact(pool2, make_model, {"auto_wrap_policy": policy})
+
+
+def _evaluate(options: dict[str, Any]) -> float:
+    module = ModelModule(Opened())
+    module.test_step = lambda batch, batch_idx: module.log("loss", module(batch).nan_to_num(), batch_size=1)
+    (results,) = make_trainer(AutomodelStrategy(**options)).test(module, loader(), verbose=False)
+    return results["loss"]
+
+
+def test_a_unit_that_is_not_called_in_evaluation(pool2: RankPool) -> None:
+    """Shards compute as whole tensors."""
+    replicated = pool2.run(_evaluate, {"data_parallel": "ddp"})
+    assert min(replicated) > 0
+    assert pool2.run(_evaluate, {}) == pytest.approx(replicated, rel=TOLERANCE)
+
+
+def _switch_validation_off() -> tuple[bool, str]:
+    module = ModelModule(Opened())
+    module.validation_step = None
+    module.test_step = lambda batch, batch_idx: module.log("loss", module(batch), batch_size=1)
+    trainer = make_trainer(
+        AutomodelStrategy(auto_wrap_policy={nn.Sequential}), limit_train_batches=1, limit_test_batches=1
+    )
+    trainer.fit(module, loader(), loader())
+    results = trainer.test(module, loader())
+    return module.validation_step is None and "loss" in results[0], type(module).__name__
+
+
+def test_a_step_that_is_switched_off_and_a_class_that_keeps_its_name(pool2: RankPool) -> None:
+    assert pool2.run(_switch_validation_off) == [(True, "ModelModule")] * 2

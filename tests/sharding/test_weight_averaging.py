@@ -6,7 +6,6 @@ outlive it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
+from tests.sharding.fits import ACCUMULATE, fit_module
 from tests.trainer.exactness import (
     VOCABULARY,
-    Outcome,
     assert_exact,
     full_weights,
     micro_batches,
     relative_error,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, filled_decoder, sgd, windows
+from tests.trainer.plain import ModelModule, filled_decoder, sgd, train_model_plainly, windows
 from tests.trainer.runs import (
     CASE,
     STRATEGIES,
@@ -52,11 +44,9 @@ from tests.trainer.runs import (
     mean_loss,
 )
 
-ACCUMULATE = 3
 EPOCHS = 3
 VALIDATE_EVERY = 2
 DECAY = 0.7
-SWA_LR = 0.05
 WRONG = 1e-6
 OPTIONS = {
     "kept": STRATEGIES["kept"],
@@ -154,22 +144,17 @@ def averaged_plainly(name: str, epochs: int = EPOCHS) -> tuple[dict[str, Tensor]
     return state(averaged.module), losses
 
 
-def _fit(options: dict[str, Any], callback: Callback, **kwargs: Any) -> tuple[Evaluates, Trainer]:
+def _fit(options: dict[str, Any], callbacks: list[Callback], **settings: Any) -> Evaluates:
     module = Evaluates(Tempered())
-    settings = {
-        "max_epochs": EPOCHS,
-        "accumulate_grad_batches": ACCUMULATE,
-        "callbacks": [callback],
-        **kwargs,
-    }
-    trainer = make_trainer(AutomodelStrategy(**options), **settings)
-    trainer.fit(module, loader(), loader() if "val_check_interval" in kwargs else None)
-    return module, trainer
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, **settings}
+    trainer = make_trainer(AutomodelStrategy(**options), callbacks=callbacks, **settings)
+    trainer.fit(module, loader(), loader() if "val_check_interval" in settings else None)
+    return module
 
 
 def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
     callback = AVERAGES[name][0]()
-    module, _ = _fit(options, callback, val_check_interval=VALIDATE_EVERY)
+    module = _fit(options, [callback], val_check_interval=VALIDATE_EVERY)
     held = sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
         for parameter in callback._average_model.parameters()
@@ -182,16 +167,12 @@ def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], lis
 def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
     """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
     expected, losses = averaged_plainly(name)
-    current = Tempered()
-    optimizer = sgd(current)
-    for window in windows(CASE, ACCUMULATE) * EPOCHS:
-        optimizer.zero_grad()
-        window_gradient(current, window)
-        optimizer.step()
-    total = sum(parameter.numel() for parameter in current.parameters())
-    assert weight_error(Outcome(state(current)), Outcome(expected)) > WRONG, "an average differs"
+    trained = Tempered()
+    train_model_plainly(trained, ACCUMULATE, epochs=EPOCHS)
+    total = sum(parameter.numel() for parameter in trained.parameters())
+    assert weight_error(state(trained), expected) > WRONG, "an average differs"
     for rank, (weights, found, held) in enumerate(pool2.run(_average, name, options)):
-        assert weight_error(Outcome(weights), Outcome(expected)) <= TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
         assert len(found) == len(losses)
         assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
         is_whole = options.keys() & {"data_parallel", "data_parallel_replicate_size"}
@@ -252,13 +233,13 @@ def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: 
 class SavesWithinValidation(Callback):
     """Saves in a validation, when the module holds the average, and after it; keeps the module's weights of both."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.held: dict[str, Tensor] = {}
 
     def _save(self, trainer: Trainer, module: Any, name: str) -> None:
         self.held[name] = module.state_dict()["model.decoder.head.weight"].detach().clone()
-        trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
+        trainer.save_checkpoint(self.folder / name)
 
     def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step > 1 and not self.held:
@@ -269,137 +250,37 @@ class SavesWithinValidation(Callback):
             self._save(trainer, module, "trained")
 
 
-def _saved_within_validation(folder: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _saved_within_validation(folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     saves = SavesWithinValidation(folder)
-    settings = {"callbacks": [EMAWeightAveraging(decay=DECAY), saves], "accumulate_grad_batches": ACCUMULATE}
-    trainer = make_trainer(
-        AutomodelStrategy(data_parallel="ddp"), val_check_interval=VALIDATE_EVERY, **settings
-    )
-    trainer.fit(Evaluates(Tempered()), loader(), loader())
-    files = [torch.load(f"{folder}/{name}.ckpt", weights_only=False) for name in saves.held]
-    return saves.held, [
-        f[of]["model.decoder.head.weight"] for f in files for of in ("state_dict", "current_model_state")
-    ]
+    _fit(ENGINES["ddp"], [_ema(), saves], max_epochs=1, val_check_interval=VALIDATE_EVERY)
+    files = [torch.load(folder / name, weights_only=False) for name in saves.held]
+    states = [file[of] for file in files for of in ("state_dict", "current_model_state")]
+    return saves.held, [state["model.decoder.head.weight"] for state in states]
 
 
 def test_a_checkpoint_within_a_validation_holds_both(pool2: RankPool, tmp_path: Path) -> None:
     """The average as the average and the trained weights as such, though the module holds the average then."""
-    for held, saved in pool2.run(_saved_within_validation, str(tmp_path)):
+    for held, saved in pool2.run(_saved_within_validation, tmp_path):
         assert relative_error(held["average"], held["trained"]) > WRONG
         expected = [held["average"], held["trained"]] * 2
         assert all(torch.equal(*pair) for pair in zip(saved, expected, strict=True))
-
-
-def _swa(**kwargs: Any) -> StochasticWeightAveraging:
-    return StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2, **kwargs)
 
 
 def _ema() -> Callback:
     return EMAWeightAveraging(decay=DECAY)
 
 
-def _resume(
-    saving: str, resuming: str, folder: str
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Stop after two of three epochs, go on in a new run, and load what was saved without any callback."""
-    checkpoint = ModelCheckpoint(dirpath=folder, filename="two", save_on_train_epoch_end=True)
-    callbacks = [_ema(), checkpoint]
-    _fit(ENGINES[saving], _ema(), callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    options = ENGINES[resuming]
-    path = f"{folder}/two.ckpt"
-    loaded = Evaluates(Tempered())
-    resumed = Evaluates(Tempered())
-    make_trainer(AutomodelStrategy(**options)).validate(loaded, loader(), path, verbose=False)
-    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [_ema()]}
-    make_trainer(AutomodelStrategy(**options), **settings).fit(resumed, loader(), ckpt_path=path)
-    uninterrupted, _ = _fit(options, _ema())
-    return state(loaded.model), state(resumed.model), state(uninterrupted.model)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("saving", "resuming"), [("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("ddp", "ddp")])
-def test_resumed_average(pool2: RankPool, tmp_path: Path, saving: str, resuming: str) -> None:
-    """Weights and average of a checkpoint both go on; the average is what others load as the weights."""
-    average, _ = averaged_plainly("ema", epochs=2)
-    for loaded, resumed, uninterrupted in pool2.run(_resume, saving, resuming, str(tmp_path)):
-        assert weight_error(Outcome(resumed), Outcome(uninterrupted)) <= TOLERANCE
-        assert weight_error(Outcome(loaded), Outcome(uninterrupted)) > WRONG
-        assert weight_error(Outcome(loaded), Outcome(average)) <= TOLERANCE
-
-
-class ShardedByHand(Evaluates):
-    """The callback calls `configure_model` in its set-up, before the Trainer does."""
-
-    def configure_model(self) -> None:
-        if not isinstance(self.model, FSDPModule):
-            mesh = self.device_mesh["data_parallel_shard"]
-            fully_shard(self.model, mesh=mesh, ignored_params={self.model.temperature})
-
-
-def _average_by_hand() -> dict[str, Tensor]:
-    module = ShardedByHand(Tempered())
-    settings = {
-        "max_epochs": EPOCHS,
-        "accumulate_grad_batches": ACCUMULATE,
-        "val_check_interval": VALIDATE_EVERY,
-    }
-    trainer = make_trainer(AutomodelStrategy(), callbacks=[_ema()], **settings)
-    trainer.fit(module, loader(), loader())
-    return state(module.model)
-
-
-@pytest.mark.sweep
-def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
-    expected, _ = averaged_plainly("ema")
-    assert_exact(pool2.run(_average_by_hand), expected)
-
-
-def _average_from_meta(
-    options: dict[str, Any], make_callback: Callable[[], Callback], meta: bool
-) -> dict[str, Tensor]:
+def _average_from_meta(options: dict[str, Any], meta: bool) -> dict[str, Tensor]:
     torch.manual_seed(3)
     module = ModelModule(nn.Identity())
     with torch.device("meta" if meta else "cpu"):
         module.model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY))
-    settings = {"max_epochs": EPOCHS, "callbacks": [make_callback()]}
-    make_trainer(AutomodelStrategy(**options), **settings).fit(module, loader())
-    return full_weights(module)
+    return fit_module(module, options, callbacks=[_ema()]).weights
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("make_callback", [_ema, _swa])
-def test_average_of_a_model_from_the_meta_device(
-    pool2: RankPool, options: dict[str, Any], make_callback: Callable[[], Callback]
-) -> None:
+def test_average_of_a_model_from_the_meta_device(pool2: RankPool, options: dict[str, Any]) -> None:
     """It has no values yet when the callback copies it."""
-    expected = pool2.run(_average_from_meta, options, make_callback, meta=False)
-    for weights, wanted in zip(
-        pool2.run(_average_from_meta, options, make_callback, meta=True), expected, strict=True
-    ):
-        assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
-
-
-class Teacher(Callback):
-    """Copies the module for its own purposes, in the same hook as the averaging callbacks."""
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self.module = copy.deepcopy(pl_module)
-
-    @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any
-    ) -> None:
-        self.loss = self.module(batch)
-
-
-def _copy_beside_an_average() -> tuple[bool, list[str]]:
-    teacher = Teacher()
-    average = _ema()
-    _fit({}, average, callbacks=[teacher, average], max_steps=1)
-    return teacher.loss.shape == (), [name for name in vars(average) if name in dir(Callback)]
-
-
-def test_other_copies_of_the_module_are_whole(pool2: RankPool) -> None:
-    """Only what averages gets a copy without a forward; nothing is left on the callback."""
-    assert pool2.run(_copy_beside_an_average) == [(True, [])] * 2
+    expected = pool2.run(_average_from_meta, options, meta=False)
+    assert_exact(pool2.run(_average_from_meta, options, meta=True), expected[0], 0.0)

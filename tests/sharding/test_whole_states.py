@@ -9,61 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import (
-    LEARNING_RATE,
-    MOMENTUM,
-    TinyDecoder,
-    assert_exact,
-    full_weights,
-    micro_batches,
-)
-from tests.trainer.runs import CASE, STRATEGIES, LabelledModule, loader, make_trainer, mean_loss
-
-ACCUMULATE = 2
-LOADED_AFTER = 2
+from tests.sharding.fits import fit_module
+from tests.trainer.exactness import TinyDecoder, full_weights
+from tests.trainer.runs import CASE, LabelledModule
 
 
 def other_weights() -> dict[str, Tensor]:
     return TinyDecoder(CASE.seed + 2).double().state_dict()
-
-
-class Loads(LabelledModule):
-    """Replaces its weights within a window, as training from the best weights so far does."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == LOADED_AFTER:
-            self.load_state_dict({f"model.{name}": value for name, value in other_weights().items()})
-
-
-def _train(options: dict[str, Any]) -> dict[str, Tensor]:
-    module = Loads()
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return full_weights(module.model)
-
-
-def _train_plainly() -> dict[str, Tensor]:
-    model = TinyDecoder(CASE.seed).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for start in range(0, CASE.num_batches, ACCUMULATE):
-        window = range(start, start + ACCUMULATE)
-        all_batches = [by_rank[index] for by_rank in micro_batches(CASE)[:2] for index in window]
-        count = max(sum(int((batch["labels"] != -100).sum()) for batch in all_batches), 1)
-        optimizer.zero_grad()
-        for index in window:
-            for by_rank in micro_batches(CASE)[:2]:
-                (mean_loss(model, by_rank[index], "sum") / count).backward()
-            if index == LOADED_AFTER:
-                model.load_state_dict(other_weights())
-        optimizer.step()
-    return full_weights(model)
-
-
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-def test_within_a_window(pool2: RankPool, options: dict[str, Any]) -> None:
-    expected = _train_plainly()
-    assert_exact(pool2.run(_train, options), expected)
 
 
 def _altered(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
@@ -96,23 +49,19 @@ def _outcomes(module: nn.Module, whole: dict[str, Tensor]) -> list[Any]:
     return found
 
 
-def _load_after_a_fit(options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def _load_after_a_fit() -> tuple[list[Any], list[Any]]:
     """Outcomes with a sharded model, and with a plain one."""
     module = LabelledModule()
     whole = {f"model.{name}": value for name, value in other_weights().items()}
-    trainer = make_trainer(AutomodelStrategy(**options))
-    trainer.fit(module, loader())
+    fit_module(module, {})
     plain = LabelledModule()
     plain.load_state_dict({f"model.{name}": value for name, value in full_weights(module.model).items()})
-    outcomes = _outcomes(module, whole), _outcomes(plain, whole)
-    trainer.validate(module, loader(), verbose=False)
-    return outcomes
+    return _outcomes(module, whole), _outcomes(plain, whole)
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_replicate_size": 2}], ids=["shards", "replicas"])
-def test_after_a_fit(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_after_a_fit(pool2: RankPool) -> None:
     """Strict or not, with other keys, shapes and dtypes: what torch does with a whole model, in its words."""
-    for sharded, plain in pool2.run(_load_after_a_fit, options):
+    for sharded, plain in pool2.run(_load_after_a_fit):
         assert sharded == plain
 
 
@@ -127,7 +76,7 @@ class Assigns(LabelledModule):
 
 def _assign() -> str:
     with pytest.raises(AttributeError) as raised:
-        make_trainer(AutomodelStrategy()).fit(Assigns(), loader())
+        fit_module(Assigns(), {})
     return str(raised.value)
 
 
@@ -139,7 +88,7 @@ def test_assigned_parameters_are_refused(pool2: RankPool) -> None:
 
 def _load_on_one_rank() -> bool:
     module = LabelledModule()
-    make_trainer(AutomodelStrategy()).fit(module, loader())
+    fit_module(module, {})
     before = {name: p.to_local().detach().clone() for name, p in module.named_parameters()}
     if torch.distributed.get_rank() == 1:
         module.load_state_dict({f"model.{name}": value for name, value in other_weights().items()})

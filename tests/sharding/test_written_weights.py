@@ -111,24 +111,26 @@ WRITTEN_IN_HOOKS = [
 ]
 
 
+def _is_refused(engine: str, case: str) -> bool:
+    """See `REFUSED`."""
+    keeps = engine in ("kept", "undeferred", "hybrid", "offloaded")
+    if engine == "ddp":
+        return False
+    if case in WRITTEN_IN_HOOKS or case in STATE_DICTS_AT_START:
+        return True
+    if case == "wgan-forward":
+        return engine not in ("kept", "offloaded")
+    if case == "normalised-in-forward":
+        return not keeps
+    return case in WRITTEN_IN_STEP and not keeps and engine != "whole"
+
+
 def _combinations() -> list[Any]:
-    found = []
-    for engine in ENGINES:
-        keeps = engine not in ("resharded", "ddp", "whole", "no prefetch", "recomputed", "hybrid resharded")
-        for case in CASES:
-            if case == "normalised-in-forward" and not (keeps or engine == "ddp"):
-                continue  # refused, see below
-            if case == "wgan-forward" and engine not in ("kept", "offloaded", "ddp"):
-                continue  # refused, see below
-            if case in WRITTEN_IN_STEP and not keeps and engine not in ("ddp", "whole"):
-                continue  # refused, see below
-            if case in WRITTEN_IN_HOOKS and engine != "ddp":
-                continue  # refused, see below
-            if case in STATE_DICTS_AT_START and engine != "ddp":
-                continue  # refused, see below
-            marks = [] if (engine, case) in ALWAYS else [pytest.mark.sweep]
-            found.append(pytest.param(engine, case, marks=marks, id=f"{engine}-{case}"))
-    return found
+    pairs = [(engine, case) for engine in ENGINES for case in CASES if not _is_refused(engine, case)]
+    return [
+        pytest.param(*pair, marks=[] if pair in ALWAYS else [pytest.mark.sweep], id="-".join(pair))
+        for pair in pairs
+    ]
 
 
 @pytest.mark.every_case
