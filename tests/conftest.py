@@ -34,7 +34,6 @@ SLOW = (
     "sharding/test_activation_checkpointing.py",
     "failure/test_debugging_aids.py",
     "internals/test_nothing_replaced.py",
-    "checkpoint/test_states.py",
 )
 """Run first, so that no worker is left with one of them at the end. Every second one mostly waits, beside one that
 computes."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import paths
-from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, micro_batches, weight_error
+from lightning_automodel.checkpoint import CheckpointError, paths
+from lightning_automodel.checkpoint.__main__ import main
+from tests.trainer.exactness import SILENT, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
 
@@ -69,6 +70,9 @@ def batches() -> DataLoader:
     return DataLoader(micro_batches(CASE)[0][:NUM_BATCHES], batch_size=None)
 
 
+Made = Callable[..., ModelModule]
+
+
 def fit(
     options: dict[str, Any], module: ModelModule | None = None, seed: int = CASE.seed, **kwargs: Any
 ) -> tuple[Trainer, ModelModule]:
@@ -81,32 +85,77 @@ def fit(
     return trainer, module
 
 
-def save(options: dict[str, Any], path: str, **kwargs: Any) -> dict[str, Tensor]:
+def save(
+    options: dict[str, Any], path: str, make: Made = AdamModule, args: tuple[Any, ...] = (), **kwargs: Any
+) -> dict[str, Tensor]:
     """Train an epoch and save; the whole weights."""
-    trainer, module = fit(options, **kwargs)
+    trainer, module = fit(options, make(*args), **kwargs)
     trainer.save_checkpoint(path)
     return full_weights(module.model)
 
 
-def resume(options: dict[str, Any], path: str, epochs: int = 2, **kwargs: Any) -> dict[str, Tensor]:
-    """Go on from a checkpoint, with other weights in memory; the whole weights."""
-    _, module = fit(options, seed=CASE.seed + 2, ckpt_path=path, max_epochs=epochs, **kwargs)
-    return full_weights(module.model)
+def refused(options: dict[str, Any], path: str, make: Made = AdamModule, args: tuple[Any, ...] = ()) -> str:
+    """Train an epoch; what saving raises."""
+    trainer, _ = fit(options, make(*args))
+    with pytest.raises(CheckpointError) as raised:
+        trainer.save_checkpoint(path)
+    return str(raised.value)
 
 
-def uninterrupted(options: dict[str, Any], epochs: int = 2, **kwargs: Any) -> dict[str, Tensor]:
-    """Whole weights after training that never stopped."""
-    return full_weights(fit(options, max_epochs=epochs, **kwargs)[1].model)
+def resume(
+    options: dict[str, Any],
+    path: str,
+    make: Made = AdamModule,
+    args: tuple[Any, ...] = (CASE.seed + 2,),
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Go on from a checkpoint to a second epoch, with other weights in memory; the whole weights."""
+    return full_weights(fit(options, make(*args), ckpt_path=path, **{"max_epochs": 2, **kwargs})[1].model)
 
 
-def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    module = AdamModule(CASE.seed + 2)
-    make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
-    return full_weights(module.model)
+def uninterrupted(
+    options: dict[str, Any], make: Made = AdamModule, args: tuple[Any, ...] = ()
+) -> dict[str, Tensor]:
+    """Whole weights after two epochs of training that never stopped."""
+    return full_weights(fit(options, make(*args), max_epochs=2)[1].model)
+
+
+def loaded(options: dict[str, Any], path: str, module: Any) -> Any:
+    """The module, into which a checkpoint is loaded; under plain Lightning with ``{"plain": True}``."""
+    trainer = plain_trainer() if options.get("plain") else make_trainer(AutomodelStrategy(**options))
+    trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+    return module
+
+
+def load_only(
+    options: dict[str, Any], path: str, make: Made = AdamModule, args: tuple[Any, ...] = (CASE.seed + 2,)
+) -> dict[str, Tensor]:
+    """Whole weights that are loaded."""
+    return full_weights(loaded(options, path, make(*args)).model)
+
+
+def consolidated(path: Path) -> str:
+    """One file of a directory, for plain Lightning."""
+    if path.is_file():
+        return str(path)
+    assert main(["consolidate", str(path), f"{path}.whole"]) == 0
+    return f"{path}.whole"
+
+
+def plain_trainer(**kwargs: Any) -> Trainer:
+    """One of Lightning alone, in one process."""
+    return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **SILENT, **kwargs)
+
+
+def assert_equal(by_rank: Iterable[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """The weights of every rank are the expected ones, bit for bit."""
+    for weights in by_rank:
+        assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights), Outcome(expected))
+    """The largest of a weight, relative to the largest weight of its tensor."""
+    return weight_error(weights, expected)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -116,7 +165,3 @@ def files_of(path: Path) -> list[Path]:
 def leftovers(folder: Path) -> list[Path]:
     """What saves and removals that have not ended left in a folder."""
     return sorted(folder.glob(f"{paths.TEMPORARY}*"))
-
-
-def rank() -> int:
-    return dist.get_rank()

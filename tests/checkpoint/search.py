@@ -186,7 +186,14 @@ def described(value: Any, with_kind: bool) -> Any:
     if isinstance(value, Tensor):
         is_sharded = isinstance(value, DTensor)
         whole = value.full_tensor() if is_sharded else value
-        return ["tensor", is_sharded and with_kind, str(whole.dtype), list(whole.shape), str(whole.tolist())]
+        values = "none" if whole.is_meta else str(whole.to_dense().tolist())
+        return [
+            "tensor",
+            is_sharded and with_kind,
+            f"{whole.dtype} {whole.layout}",
+            list(whole.shape),
+            values,
+        ]
     if isinstance(value, Mapping):
         return [
             type(value).__name__,

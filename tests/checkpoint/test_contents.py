@@ -1,18 +1,27 @@
-"""What callbacks keep in a checkpoint comes back as it was: tensors of all kinds, and collections of them."""
+"""What callbacks keep comes back as it was; what a checkpoint cannot hold is left out or refused, by name."""
 
 from __future__ import annotations
 
+import io
+import pickle
+import warnings
 from collections import Counter, defaultdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.checkpoints import FORMS, AdamModule, Saves, fit
+from tests.checkpoint.checkpoints import FORMS, AdamModule, Saves, adamw, fit, refused
+from tests.checkpoint.search import described
+from tests.checkpoint.test_optimizer_states import HidesTensors
 from tests.rank_pool import RankPool
+from tests.trainer.exactness import Block, TinyDecoder, full_weights
+from tests.trainer.plain import ModelModule
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -70,31 +79,20 @@ class Keeps(Callback):
         self.has_loaded = True
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        values = None if whole.is_meta else whole.to_dense().tolist()
-        return whole.dtype, whole.shape, whole.is_sparse, values
-    if isinstance(value, dict):
-        return type(value).__name__, {key: _described(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [_described(item) for item in value]
-    return value
-
-
 def _save_and_load(options: dict[str, Any], path: str) -> tuple[list[Any], str]:
     """What a callback and buffers hold when they are saved and when they are loaded, and the class of loaded shards."""
-    described = []
+    states = []
     for settings in (
         {"callbacks": [Keeps(), Saves("on_train_batch_end", 2, path)]},
         {"callbacks": [Keeps()], "ckpt_path": path, "max_epochs": 1, "weights_only": False},
     ):
         module = WithViews()
-        if described:
+        if states:
             module.conjugate.zero_(), module.negative.zero_()
         fit(options, module, **settings)
-        described.append(_described([settings["callbacks"][0].state, module.conjugate, module.negative]))
-    return described, type(settings["callbacks"][0].state["listed"][0]).__name__
+        held = [settings["callbacks"][0].state, module.conjugate, module.negative]
+        states.append(described(held, with_kind=False))
+    return states, type(settings["callbacks"][0].state["listed"][0]).__name__
 
 
 @pytest.mark.every_case
@@ -103,7 +101,6 @@ def _save_and_load(options: dict[str, Any], path: str) -> tuple[list[Any], str]:
     [
         ("shards", True),
         ("one_file_of_shards", False),
-        ("replicated", False),
         ("replicated", True),
         ("replicated_directory", False),
     ],
@@ -113,8 +110,123 @@ def test_what_callbacks_keep(pool2: RankPool, tmp_path: Path, form: str, in_back
     options = {**FORMS[form], "async_checkpoint": in_background}
     for (saved, loaded), kind in pool2.run(_save_and_load, options, str(tmp_path / "last.ckpt")):
         assert saved == loaded
-        state = loaded[1][0][1]
-        assert state.keys() >= _tensors().keys()
-        assert state["negative"] == _described(_tensors()["negative"])
-        assert state["counts"] == ("Counter", {"batches": 2})
         assert kind == ("Shard" if form == "shards" else "Tensor")
+
+
+# --- What it cannot hold ----------------------------------------------------------------------------------------------
+
+
+class HoldsANetwork(ModelModule):
+    """Its network is among the hyper-parameters, as in libraries that take one."""
+
+    def __init__(self, net: Any, ignore: Any = None) -> None:
+        super().__init__(net)
+        self.save_hyperparameters(ignore=ignore, logger=False)
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+class PutsItThere(HoldsANetwork):
+    """By its own hook, as disent's modules do: nothing that is left out of the hyper-parameters helps."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__(net, ignore=["net"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {"width": 3, "nested": {"net": [self.model, self.model.head]}}
+
+
+def _save_hyper_parameters(
+    options: dict[str, Any], folder: str, how: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Whole weights, and what was said of the hyper-parameters at the first save."""
+    net = TinyDecoder(0).double()
+    module = PutsItThere(net) if how == "hook" else HoldsANetwork(net)
+    callbacks: list[Callback] = [ModelCheckpoint(folder, filename="a")]
+    with warnings.catch_warnings(record=True) as caught:
+        fit(options, module, callbacks=callbacks, enable_checkpointing=True)
+    said = [str(warning.message) for warning in caught]
+    return full_weights(module.model), [text for text in said if text.startswith("The hyper-parameters")]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("how", ["hyper-parameter", "hook"])
+@pytest.mark.parametrize("form", ["shards", "one_file_of_shards"])
+@pytest.mark.filterwarnings("ignore:Attribute 'net'")
+def test_networks_among_the_hyper_parameters(pool2: RankPool, tmp_path: Path, form: str, how: str) -> None:
+    """Are left out, which a note tells: they are passed to ``load_from_checkpoint``, which fills them."""
+    (weights, said), _ = pool2.run(_save_hyper_parameters, FORMS[form], str(tmp_path), how)
+    path = tmp_path / "a.ckpt"
+    saved = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)["hyper_parameters"]
+    assert saved == ({"width": 3} if how == "hook" else {"ignore": None})
+    assert f"load_from_checkpoint(path, {'nested=nested' if how == 'hook' else 'net=net'})" in said[0]
+    if how == "hyper-parameter":
+        with pytest.raises(TypeError, match="net"):
+            HoldsANetwork.load_from_checkpoint(path)
+        loaded = HoldsANetwork.load_from_checkpoint(path, net=TinyDecoder(0).double())
+        assert all(torch.equal(weights[name], value) for name, value in loaded.model.named_parameters())
+
+
+class Unpicklable(AdamModule):
+    """Puts there what nothing can pickle, or shards that are no parameter's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        other = fully_shard(Block())
+        held = {
+            "function": lambda: None,
+            "module": other,
+            "shards": HidesTensors(self.model.head.weight.detach()),
+        }
+        checkpoint["mine"] = {"of": {"net": held[self.kind]}}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("function", "cannot be pickled: Can't"),
+        ("module", "cannot be pickled: Can't pickle <class 'torch.distributed.fsdp."),
+        ("shards", "cannot be pickled: it is an object that holds sharded tensors"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: str, message: str) -> None:
+    """On every rank, and nothing is left."""
+    for raised in pool2.run(refused, {}, f"{tmp_path}/a", Unpicklable, (kind,)):
+        assert raised.startswith(
+            f"Cannot save {tmp_path}/a: rank 0: checkpoint['mine']['of']['net'] {message}"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+class Pickles(AdamModule):
+    def on_train_start(self) -> None:
+        torch.save(self.model.blocks[0], io.BytesIO())
+
+
+def _pickle() -> str:
+    with pytest.raises(pickle.PicklingError) as raised:
+        fit({}, Pickles())
+    return str(raised.value)
+
+
+def test_pickling_a_sharded_module(pool2: RankPool) -> None:
+    for message in pool2.run(_pickle):
+        assert message.startswith("A sharded module, of which this rank holds a part, cannot be pickled")
+        assert "(torch: Can't pickle" in message
+
+
+def _timeout_in_the_background(options: dict[str, Any], folder: str) -> timedelta:
+    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    trainer, _ = fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
+    group = trainer.strategy._saver._host_group(in_background=True)
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_timeout_in_the_background(pool2: RankPool, tmp_path: Path) -> None:
+    told = pool2.run(_timeout_in_the_background, {"async_checkpoint": True}, str(tmp_path))
+    assert told == [timedelta(minutes=2.5)] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
 from tests.rank_pool import RankError, RankPool
-from tests.sharding.test_tensor_parallel import HF_CASE as TENSOR_PARALLEL
-from tests.sharding.test_tensor_parallel import data_rank
-from tests.sharding.test_tensor_parallel import make_model as make_logits_model
-from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import TinyDecoder, full_weights
 from tests.trainer.hugging_face import (
     CAUSAL,
     OwnLoss,
@@ -123,36 +118,6 @@ def test_from_pretrained_reads_what_was_trained(
         assert not torch.equal(value, started[name])
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp": {"tensor_parallel_size": 2},
-    "hsdp": {"data_parallel_replicate_size": 2},
-    "hsdp, offloaded": {"data_parallel_replicate_size": 2, "cpu_offload": True},
-}
-
-
-def _train_on_four(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = ModelModule(make_logits_model("Llama-tied"))
-    trainer = make_trainer(AutomodelStrategy(**options), max_steps=1, callbacks=[ModelExport(path)])
-    num_ranks = 4 // options.get("tensor_parallel_size", 1)
-    batches = micro_batches(replace(TENSOR_PARALLEL, num_ranks=num_ranks))
-    rank = data_rank() if "tensor_parallel_size" in options else dist.get_rank()
-    trainer.fit(module, DataLoader(batches[rank], batch_size=None))
-    return full_weights(module.model.model)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_of_four_ranks(pool4: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    """The model lies deeper in the module."""
-    from transformers import AutoModelForCausalLM
-
-    (weights, *_) = pool4.run(_train_on_four, str(tmp_path / "out"), options)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert weights.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
-
-
 @pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
 def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None:
     """Ties of several names, none at all, and experts, which get the names that they have on the hub."""
@@ -226,46 +191,37 @@ def test_adapters_that_transformers_has_added(tmp_path: Path) -> None:
     assert torch.equal(loaded(input_ids=ids).logits, model.double()(input_ids=ids).logits)
 
 
-class SavesPretrained(Callback):
-    """Saves by the model's own method on the first rank as the fit ends, as scripts do."""
+def _save_pretrained(folder: str) -> list[str]:
+    """What it was told on the first rank as the fit ends, as scripts do, and later; what that says to do works."""
+    told: list[str] = []
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.told: list[str] = []
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def save(trainer: Any, module: Any) -> None:
         if trainer.is_global_zero:
-            try:
-                pl_module.model.save_pretrained(self.folder)
-            except RuntimeError as error:
-                self.told.append(str(error))
+            with pytest.raises(RuntimeError) as raised:
+                module.model.save_pretrained(folder)
+            told.append(str(raised.value))
 
-
-def _save_pretrained(folder: str) -> tuple[list[str], bool]:
-    """What it was told in the hook and after the fit, and whether what that says to do writes what was trained."""
-    saves = SavesPretrained(folder)
     module = OwnLoss(tied_llama())
-    trainer = make_trainer(AutomodelStrategy(label_shift=1), max_steps=1, callbacks=[saves])
+    callbacks = [LambdaCallback(on_train_end=save)]
+    trainer = make_trainer(AutomodelStrategy(label_shift=1), max_steps=1, callbacks=callbacks)
     trainer.fit(module, loader(CAUSAL))
-    saves.on_train_end(trainer, module)
+    save(trainer, module)
     weights = full_weights(module.model)
     state = {name: p.full_tensor() for name, p in module.model.state_dict().items()}
     module.model.save_pretrained(f"{folder}/whole", state_dict=state)
-    if not trainer.is_global_zero:
-        return saves.told, True
-    written = load_file(next(Path(folder, "whole").glob("*.safetensors")))
-    return saves.told, all(torch.equal(written[name], value.cpu()) for name, value in weights.items())
+    if trainer.is_global_zero:
+        written = load_file(next(Path(folder, "whole").glob("*.safetensors")))
+        assert all(torch.equal(written[name], value.cpu()) for name, value in weights.items())
+    return told
 
 
 def test_save_pretrained_would_write_parts(pool2: RankPool, tmp_path: Path) -> None:
     """It is refused where the first rank alone calls it, with a remedy; whole tensors are written."""
-    by_rank = pool2.run(_save_pretrained, str(tmp_path))
-    assert len(by_rank[0][0]) == 2
-    for told, is_written in by_rank:
-        assert is_written
-        for message in told:
-            assert "is sharded" in message
-            assert "export_hugging_face(module, path) in place of save_pretrained" in message
+    told, _ = pool2.run(_save_pretrained, str(tmp_path))
+    assert len(told) == 2
+    for message in told:
+        assert "is sharded" in message
+        assert "export_hugging_face(module, path) in place of save_pretrained" in message
 
 
 def test_refusals(tmp_path: Path) -> None:

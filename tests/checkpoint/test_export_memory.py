@@ -30,12 +30,7 @@ FIXED_BYTES = 45_000_000
 
 
 def _grown_by(call: Callable[[], object], name: str) -> int:
-    """Peak bytes of the process above those before, looked at every few milliseconds.
-
-    Args:
-        call: What is measured.
-        name: "VmRSS" for all pages, mapped files' too; "RssAnon" for those that the system cannot drop.
-    """
+    """Peak bytes of the process above those before: "VmRSS", or "RssAnon", which the system cannot drop."""
     has_ended = threading.Event()
     peak = before = _status(name)
 
@@ -94,6 +89,7 @@ def _export_twice(folder: str) -> dict[str, int]:
     return _export(folder, NUM_LAYERS // 3, ROWS)
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak in /proc")
 def test_memory(pool2: RankPool, tmp_path: Path) -> None:
     """A model of 214 MB in tensors of 36 MB, by both ranks, and by one process from the shards."""

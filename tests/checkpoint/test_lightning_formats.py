@@ -1,27 +1,30 @@
-"""Checkpoints that Lightning's own strategies have written: a run goes on from them as if it had never stopped."""
+"""A run goes on from what Lightning's own strategies have saved; `load_from_checkpoint` reads directories of shards."""
 
 from __future__ import annotations
 
+import importlib
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, fsdp
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.core import saving
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import Tensor
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.fsdp.api import FullOptimStateDictConfig
-from torch.optim import Optimizer
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
+import lightning_automodel.checkpoint
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from tests.checkpoint.checkpoints import (
     ACCUMULATE,
+    FORMS,
     AdamModule,
     batches,
     deviation,
@@ -30,40 +33,10 @@ from tests.checkpoint.checkpoints import (
     save,
     uninterrupted,
 )
+from tests.checkpoint.test_cli import MODEL, Custom, Holds, save_shards
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
-
-
-def _whole_on_host(module: Any, *_: Any, **__: Any) -> Any:
-    """Lightning's own context moves tensors to the host, which on the host keeps memory that FSDP1 then frees."""
-    return FullyShardedDataParallel.state_dict_type(
-        module,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    )
-
-
-class HostFSDP(FSDPStrategy):
-    """On CPU: the Trainer refuses the class itself there, and torch wants to be told."""
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
-            return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with mock.patch.object(fsdp, "_get_full_state_dict_context", _whole_on_host):
-            return super().optimizer_state(optimizer)
-
-    def _setup_model(self, model: Any) -> Any:
-        initialise = FullyShardedDataParallel.__init__
-
-        def on_host(*args: Any, **kwargs: Any) -> None:
-            initialise(*args, **{**kwargs, "device_id": torch.device("cpu")})
-
-        with mock.patch.object(FullyShardedDataParallel, "__init__", on_host):
-            return super()._setup_model(model)
 
 
 class ShardingModule(AdamModule):
@@ -79,8 +52,6 @@ class ShardingModule(AdamModule):
 SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 FOREIGN: dict[str, Any] = {
     "ddp": lambda: (DDPStrategy(), AdamModule()),
-    "fsdp, shards": lambda: (HostFSDP(state_dict_type="sharded"), AdamModule()),
-    "fsdp, one file": lambda: (HostFSDP(state_dict_type="full"), AdamModule()),
     "model parallel, shards": lambda: (ModelParallelStrategy(**SIZES), ShardingModule()),
     "model parallel, one file": lambda: (
         ModelParallelStrategy(**SIZES, save_distributed_checkpoint=False),
@@ -138,31 +109,6 @@ def test_weights_of_shards_of_model_parallel(pool2: RankPool, tmp_path: Path) ->
         _format_checkpoint(_load_distributed_checkpoint(shards))
 
 
-@pytest.mark.sweep
-def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
-    """From its one file, as from the one that Lightning's own tool makes of its shards, which are refused.
-
-    Not as the run that never stopped: Lightning's ``FSDPStrategy`` has computed in float32 before.
-    """
-    paths = {each: tmp_path / f"{each}.ckpt" for each in ("shards", "one file")}
-    for each, path in paths.items():
-        pool2.run(save_with, f"fsdp, {each}", str(path))
-        assert path.is_dir() == (each == "shards")
-    with pytest.raises(
-        CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"
-    ):
-        ShardDirectory(str(paths["shards"]), None)
-    consolidated = tmp_path / "consolidated.ckpt"
-    torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
-    for options in ENGINES.values():
-        expected = pool2.run(resume, options, str(consolidated))
-        for (weights, uninterrupted_weights), from_file in zip(
-            pool2.run(_go_on, options, str(paths["one file"])), expected, strict=True
-        ):
-            assert deviation(weights, from_file) <= TOLERANCE
-            assert TOLERANCE < deviation(weights, uninterrupted_weights) <= 1e-5
-
-
 def _lightning_goes_on(path: str) -> dict[str, Tensor]:
     module = AdamModule(CASE.seed + 2)
     trainer = make_trainer(DDPStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
@@ -183,3 +129,87 @@ def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: P
     for options in ENGINES.values():
         for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
             assert deviation(weights, reference) <= TOLERANCE
+
+
+# --- `load_from_checkpoint` -------------------------------------------------------------------------------------------
+
+
+class Parametrised(AdamModule):
+    """Keeps what it was made with, and counts what was loaded."""
+
+    def __init__(self, seed: int, width: float = 1.5) -> None:
+        super().__init__(seed)
+        self.save_hyperparameters()
+        self.loaded: list[str] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = sorted(checkpoint)
+
+
+class Batches(LightningDataModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.position = 0
+
+    def train_dataloader(self) -> DataLoader:
+        return batches()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 17}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict["position"]
+
+
+def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    module = Parametrised(seed=4, width=2.5)
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, datamodule=Batches(size=3))
+    trainer.save_checkpoint(path)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("form", ["shards", "one_file_of_shards", "replicated_directory"])
+def test_module_and_datamodule(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Weights bitwise, hyperparameters and the hook as with a file; what is passed replaces what was saved."""
+    path = tmp_path / "run.ckpt"
+    weights, _ = pool2.run(_save, FORMS[form], str(path))
+    assert path.is_dir() == (form != "one_file_of_shards")
+    module = Parametrised.load_from_checkpoint(path)
+    assert weights.keys() == dict(module.model.named_parameters()).keys()
+    assert all(torch.equal(value, weights[name]) for name, value in module.model.named_parameters())
+    assert (module.hparams.seed, module.hparams.width) == (4, 2.5)
+    assert {"state_dict", "epoch", "loops", "callbacks", "lr_schedulers"} <= set(module.loaded)
+    assert ("optimizer_states" in module.loaded) == (form == "one_file_of_shards")
+    assert Parametrised.load_from_checkpoint(str(path), width=9.0).hparams.width == 9.0
+
+    datamodule = Batches.load_from_checkpoint(path)
+    assert (datamodule.hparams.size, datamodule.position) == (3, 17)
+
+
+def test_where_tensors_go(tmp_path: Path) -> None:
+    """Where `map_location` says, if it is a device; else they stay on the host."""
+    path = str(save_shards(tmp_path / "a.ckpt"))
+    places: list[tuple[Any, str]] = [("meta", "meta"), (torch.device("meta"), "meta")]
+    for asked, expected in (*places, (lambda storage, _: storage, "cpu")):
+        found = saving.pl_load(path, map_location=asked)["state_dict"]
+        assert {tensor.device.type for tensor in found.values()} == {expected}
+
+
+def test_code_is_run_only_if_asked_for(tmp_path: Path) -> None:
+    """As with a file; the error says what to do."""
+    path = save_shards(tmp_path / "a.ckpt", custom=Custom())
+    with pytest.raises(CheckpointError, match=r"(?s)weights_only.*Custom was not an allowed global"):
+        Holds.load_from_checkpoint(path)
+    assert torch.equal(
+        Holds.load_from_checkpoint(path, weights_only=False).model.weight, MODEL["model.weight"]
+    )
+
+
+def test_importing_again_changes_nothing() -> None:
+    """Lightning's function is replaced once, however often the package is loaded."""
+    original = saving.pl_load.__wrapped__
+    importlib.reload(lightning_automodel.checkpoint)
+    assert saving.pl_load.__wrapped__ is original
+    assert not hasattr(original, "__wrapped__")

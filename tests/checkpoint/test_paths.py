@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pytest_mock import MockerFixture
 
-from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint import CheckpointError, paths
 from tests.checkpoint.checkpoints import leftovers
 
 
@@ -67,6 +67,17 @@ def test_a_crash_between_two_names_leaves_both(tmp_path: Path, mocker: MockerFix
         paths.replace(staging, target)
     (old,) = tmp_path.glob("last*.ckpt")
     assert (content(old), content(staging)) == ("old", "new")
+
+
+def test_other_directories_are_not_replaced(tmp_path: Path) -> None:
+    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
+    path = tmp_path / "results"
+    path.mkdir()
+    paths.prepare_place(str(path))
+    (path / "thesis.tex").write_text("years of work")
+    message = r"not a checkpoint \(it has no \.metadata\), and saving would replace it: choose .*last\.ckpt"
+    with pytest.raises(CheckpointError, match=message):
+        paths.prepare_place(str(path))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import http.server
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,49 +101,6 @@ def test_failure_leaves_the_older_one(pool2: RankPool, tmp_path: Path) -> None:
     for message, is_intact in pool2.run(_fail_to_replace, str(tmp_path)):
         assert "rank 1: OSError: [Errno 5] the store is gone" in message
         assert is_intact
-
-
-class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Sends parts of files where asked for them, as web servers do."""
-
-    def do_GET(self) -> None:
-        path = Path(self.translate_path(self.path))
-        if "Range" not in self.headers or not path.is_file():
-            super().do_GET()
-            return
-        first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
-        content = path.read_bytes()
-        part = content[int(first) : int(last) + 1 if last else None]
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """URL of a web server on this machine that serves ``folder``."""
-    handler = functools.partial(Ranges, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@pytest.mark.parametrize("form", ["shards", "replicated"])
-def test_web_server(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    saved = pool2.run(save, FORMS[form], str(tmp_path / "last.ckpt"))[0]
-    with served(tmp_path) as url:
-        for loaded in pool2.run(load_only, FORMS[form], f"{url}/last.ckpt"):
-            assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 class ObjectStore(MemoryFileSystem):

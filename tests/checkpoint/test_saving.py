@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.checkpoint.checkpoints import (
     AdamModule,
     Saves,
     adamw,
+    assert_equal,
     deviation,
     fit,
     forms,
@@ -40,7 +41,7 @@ from tests.checkpoint.checkpoints import (
     save,
 )
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import SILENT, full_weights
+from tests.trainer.exactness import full_weights
 from tests.trainer.plain import plain_weights
 from tests.trainer.runs import loader, make_trainer
 
@@ -83,35 +84,10 @@ def _fail_to_save(
 def test_full_disk(pool2: RankPool, tmp_path: Path, form: str, failing: int) -> None:
     """On one rank: an error on every rank that names it, and the older checkpoint is whole."""
     path = tmp_path / "last.ckpt"
-    for message, saved, loaded in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
+    for message, saved, found in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
         assert message.startswith(f"Cannot save {path}: rank {failing}: OSError: [Errno 27] File too large")
-        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        assert_equal([found], saved)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def _save_where_nothing_can_be(options: dict[str, Any], path: str) -> str:
-    trainer, _ = fit(options)
-    with pytest.raises(CheckpointError) as raised:
-        trainer.save_checkpoint(path)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("form", forms("shards", "replicated"))
-def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
-    path = tmp_path / "results"
-    path.mkdir()
-    (path / "thesis.tex").write_text("years of work")
-    for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
-        assert (
-            "it is a directory, but not a checkpoint (it has no .metadata), and saving would replace it"
-            in message
-        )
-    assert [file.name for file in path.iterdir()] == ["thesis.tex"]
-    (path / "thesis.tex").unlink()
-    saved = pool2.run(save, FORMS[form], str(path))[0]
-    for loaded in pool2.run(load_only, FORMS[form], str(path)):
-        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 class SavesEachStep(Callback):
@@ -132,25 +108,19 @@ class SavesEachStep(Callback):
 
 
 @contextmanager
-def slow_writing(recorder: SavesEachStep) -> Iterator[None]:
-    """Saves in the background wait until training has gone on after the first of them."""
-    write_shards = shard_directory.ShardWriter.write_data
-    write_file = single_file.save_file
+def before_writing(act: Callable[[], None]) -> Iterator[None]:
+    """What a save does before it writes the data of a directory, or a file."""
 
-    def wait() -> None:
-        assert recorder.went_on.wait(PATIENCE_S), "training does not go on"
+    def acting(write: Callable[..., Any]) -> Callable[..., Any]:
+        def act_and_write(*args: Any) -> Any:
+            act()
+            return write(*args)
 
-    def slow_shards(*args: Any) -> Any:
-        wait()
-        return write_shards(*args)
-
-    def slow_file(*args: Any) -> None:
-        wait()
-        write_file(*args)
+        return act_and_write
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_directory.ShardWriter, "write_data", slow_shards)
-        patch.setattr(single_file, "save_file", slow_file)
+        for owner, name in ((shard_directory.ShardWriter, "write_data"), (single_file, "save_file")):
+            patch.setattr(owner, name, acting(getattr(owner, name)))
         yield
 
 
@@ -162,7 +132,11 @@ def _save_while_training(
     And the threads that are left.
     """
     recorder = SavesEachStep(Path(folder))
-    with slow_writing(recorder):
+
+    def wait() -> None:
+        assert recorder.went_on.wait(PATIENCE_S), "training does not go on"
+
+    with before_writing(wait):
         fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
     left = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
     saved = {path: (weights, load_only(options, path)) for path, weights in recorder.weights.items()}
@@ -175,8 +149,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_pat
     for saved, left in pool2.run(_save_while_training, FORMS[form], str(tmp_path)):
         assert left == []
         assert len(saved) == 4
-        for weights, loaded in saved.values():
-            assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+        for weights, found in saved.values():
+            assert_equal([found], weights)
         first = next(iter(saved.values()))[0]
         last = list(saved.values())[-1][0]
         assert any(not torch.equal(first[name], last[name]) for name in first)
@@ -184,37 +158,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_pat
 
 
 class SavesOnce(Callback):
-    """After one optimizer step, and counts the micro-batches from then on."""
+    """After the second optimizer step, and counts the micro-batches from then on."""
 
-    def __init__(self, path: Path, at_step: int) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.at_step = at_step
         self.batches_after = 0
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        self.batches_after += trainer.global_step >= self.at_step
-        if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.batches_after += trainer.global_step >= 2
+        if self.batches_after == 1:
             trainer.save_checkpoint(self.path)
             trainer.strategy._saver.wait_for_pending_save()  # else one rank may know a step before the other
 
 
-@contextmanager
-def failing_writes() -> Iterator[None]:
-    """Writing in the background fails on rank 1 of shards, on rank 0 of files."""
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(shard_directory.ShardWriter, "write_data", fail)
-        patch.setattr(single_file, "save_file", fail)
-        yield
+def _no_space() -> None:
+    raise OSError(28, "No space left on device")
 
 
 def _fail_in_background(options: dict[str, Any], path: str, epochs: int) -> tuple[str, int]:
-    callback = SavesOnce(Path(path), at_step=2)
-    with failing_writes(), pytest.raises(RuntimeError) as raised:
+    callback = SavesOnce(path)
+    fails = dist.get_rank() == 1 or "data_parallel" in options  # files are rank 0's
+    with before_writing(_no_space) if fails else nullcontext(), pytest.raises(RuntimeError) as raised:
         fit({**options, "async_checkpoint": True}, callbacks=[callback], max_epochs=epochs)
     return str(raised.value), callback.batches_after
 
@@ -230,8 +194,7 @@ def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str, e
         assert "No space left on device" in message
         assert path in message
         assert batches_after == 1
-    for loaded in pool2.run(load_only, FORMS[form], path):
-        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert_equal(pool2.run(load_only, FORMS[form], path), saved)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -335,27 +298,23 @@ def test_removing_after_a_run(pool2: RankPool, tmp_path: Path, form: str) -> Non
     assert pool2.run(_remove_afterwards, FORMS[form], str(tmp_path / "last.ckpt")) == [False] * 2
 
 
-class Removes(Callback):
-    """Saves after a step, and then removes what nobody can."""
+class Removes(Saves):
+    """And then removes what nobody can."""
 
-    def __init__(self, path: str, at_step: int) -> None:
-        self.path = path
-        self.at_step = at_step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
-            trainer.save_checkpoint(self.path)
+    def _called(self, trainer: Trainer, *args: Any) -> None:
+        super()._called(trainer)
+        if self.when == 0:
             trainer.strategy.remove_checkpoint("/proc/version")
 
 
 def _fail_to_remove(options: dict[str, Any], path: str, at_step: int) -> None:
-    fit(options, callbacks=[Removes(path, at_step)], max_epochs=2)
+    fit(options, callbacks=[Removes("on_train_batch_end", ACCUMULATE * at_step, path)], max_epochs=2)
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("form", "in_background", "at_step"),
-    [("shards", False, 4), ("shards", False, 1), ("replicated", True, 4)],
+    [("shards", False, 4), ("replicated", True, 1)],
 )
 def test_a_removal_that_fails(
     pool2: RankPool, tmp_path: Path, form: str, in_background: bool, at_step: int
@@ -381,21 +340,6 @@ def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     )
     saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
     assert (tmp_path / "new" / "last.ckpt").exists()
-
-
-def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
-    """One that has launched the ranks, as of a notebook, knows at once that nothing was saved."""
-    trainer = Trainer(
-        strategy=AutomodelStrategy(start_method="fork"), accelerator="cpu", devices=2, **SILENT
-    )
-    trainer.strategy.connect(AdamModule())
-    with pytest.raises(RuntimeError, match="this process is no rank, since it has launched them"):
-        trainer.strategy.save_checkpoint({}, tmp_path / "last.ckpt")
-    try:
-        raise ValueError("of a rank")
-    except ValueError:  # which another error would hide
-        trainer.strategy.save_checkpoint({}, tmp_path / "last.ckpt")
-    assert list(tmp_path.iterdir()) == []
 
 
 class Unscheduled(AdamModule):
@@ -430,21 +374,6 @@ def test_saving_before_the_first_step_changes_nothing(
     for weights, saved in pool2.run(_save_within_a_window, options, str(tmp_path / "early.ckpt")):
         assert deviation(weights, expected) <= 1e-11
         assert deviation(saved, full_weights(AdamModule().model)) == 0
-
-
-def _fit_with_the_trainers_own_checkpointing(folder: str) -> tuple[str, bool]:
-    trainer, module = fit({}, enable_checkpointing=True, default_root_dir=folder)
-    path = trainer.checkpoint_callback.best_model_path
-    return path, deviation(load_only({}, path), full_weights(module.model)) == 0
-
-
-def test_default_checkpointing(pool2: RankPool, tmp_path: Path) -> None:
-    """What a Trainer does without being asked leaves one sharded checkpoint of the last step, the same on all ranks."""
-    ((path, is_bitwise),) = set(pool2.run(_fit_with_the_trainers_own_checkpointing, str(tmp_path)))
-    assert is_bitwise
-    assert Path(path).is_dir()
-    assert Path(path).parent == tmp_path / "checkpoints"
-    assert "step=2" in path
 
 
 class NoOptimizer(AdamModule):

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.checkpoint.checkpoints import AdamModule, deviation, fit, load_only, save, uninterrupted
+from tests.checkpoint.checkpoints import (
+    AdamModule,
+    assert_equal,
+    deviation,
+    fit,
+    load_only,
+    resume,
+    save,
+    uninterrupted,
+)
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import PLAN, TinyDecoder, full_weights
 from tests.trainer.plain import ModelModule
@@ -53,19 +62,6 @@ class AnyLayoutModule(AdamModule):
         names = self.device_mesh.mesh_dim_names
         if "tensor_parallel" in names and self.device_mesh["tensor_parallel"].size() > 1:
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
-
-
-def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return save(options, path, module=AnyLayoutModule())
-
-
-def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    _, module = fit(options, AnyLayoutModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)
-    return full_weights(module.model)
-
-
-def _load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return load_only(options, path) if "tensor_parallel_size" not in options else {}
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +103,11 @@ def test_another_shape(
     path = str(tmp_path / "saved.ckpt")
     pools = {2: pool2, 4: pool4}
     ranks, options = SAVING[saving]
-    saved = pools[ranks].run(_save, options, path)[0]
+    saved = pools[ranks].run(save, options, path, AnyLayoutModule)[0]
     for name in resuming:
         ranks, other = RESUMING[name]
-        for weights in pools[ranks].run(_load_only, other, path):
-            assert all(torch.equal(value, saved[key]) for key, value in weights.items()), name
-        for weights in pools[ranks].run(_resume, other, path):
+        assert_equal(pools[ranks].run(load_only, other, path, AnyLayoutModule), saved)
+        for weights in pools[ranks].run(resume, other, path, AnyLayoutModule):
             assert deviation(weights, expected) <= TOLERANCE, name
             assert deviation(weights, saved) > 1e-6, "nothing was trained"
 
@@ -149,14 +144,10 @@ class LazyModule(ModelModule):
 def _lazy(
     options: dict[str, Any], other: dict[str, Any], path: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    save(options, path, module=LazyModule())
-    _, resumed = fit(other, LazyModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)
-    trainer, through = fit(options, LazyModule(), max_epochs=2)
-    return (
-        full_weights(resumed.model),
-        full_weights(through.model),
-        trainer.optimizers[0].param_groups[1]["lr"],
-    )
+    save(options, path, LazyModule)
+    trainer, module = fit(options, LazyModule(), max_epochs=2)
+    expected = full_weights(module.model)
+    return resume(other, path, LazyModule), expected, trainer.optimizers[0].param_groups[1]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -180,50 +171,17 @@ def test_state_that_is_not_there_yet(
         assert learning_rate == 0.02
 
 
-class CompiledModule(AdamModule):
-    """Its blocks are compiled where it is to be; eagerly, since names matter here."""
-
-    def __init__(self, seed: int, is_compiled: bool) -> None:
-        super().__init__(seed)
-        if is_compiled:
-            self.model.blocks[0] = torch.compile(self.model.blocks[0], backend="eager")
-
-
-def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[str, Tensor]:
-    save(options, path, module=CompiledModule(CASE.seed, saves_compiled))
-    module = CompiledModule(CASE.seed + 2, not saves_compiled)
-    fit(options, module, ckpt_path=path, max_epochs=2)
-    return {name.replace("_orig_mod.", ""): value for name, value in full_weights(module.model).items()}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP, {**DDP, "save_distributed_checkpoint": True}])
-@pytest.mark.parametrize("saves_compiled", [False, True])
-def test_compiled_blocks(
-    pool2: RankPool,
-    tmp_path: Path,
-    expected: dict[str, Tensor],
-    options: dict[str, Any],
-    saves_compiled: bool,
-) -> None:
-    """Wrapped when saved and not when resumed, and the reverse."""
-    for weights in pool2.run(_compiled, options, str(tmp_path / "compiled.ckpt"), saves_compiled):
-        assert deviation(weights, expected) <= TOLERANCE
-
-
-def _weights_only(options: dict[str, Any], path: str) -> tuple[str, bool]:
+def _weights_only(options: dict[str, Any], path: str) -> str:
     trainer, module = fit(options)
     trainer.save_checkpoint(path, weights_only=True)
     with pytest.raises((RuntimeError, KeyError)) as raised:
-        fit(options, seed=CASE.seed + 2, ckpt_path=path, max_epochs=2)
-    loaded = load_only(options, path)
-    saved = full_weights(module.model)
-    return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
+        resume(options, path)
+    assert_equal([load_only(options, path)], full_weights(module.model))
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP], ids=["fsdp2", "file", "ddp"])
 def test_weights_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Can be evaluated; a fit says why it cannot go on from them."""
-    for message, is_equal in pool2.run(_weights_only, options, str(tmp_path / "weights.ckpt")):
+    for message in pool2.run(_weights_only, options, str(tmp_path / "weights.ckpt")):
         assert "save_weights_only" in message
-        assert is_equal

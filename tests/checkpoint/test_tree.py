@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_automodel.checkpoint.shard_directory import open_checkpoint, prepare_shards
-from lightning_automodel.checkpoint.tree import Entry, leaves, mapped
+from lightning_automodel.checkpoint.tree import Entry
 
 VALUES = torch.arange(12.0).view(3, 4)
 
@@ -100,37 +99,6 @@ def test_values_are_kept_once_they_are_used(entry: Entry) -> None:
     assert torch.equal(unread + 0, VALUES)
     assert torch.equal(copied, 2 * VALUES - 1)
     assert torch.equal(entry.read(), 2 * VALUES + 1)
-
-
-class Pair(NamedTuple):
-    """A named tuple."""
-
-    first: Any
-    second: Any
-
-
-def test_collections_keep_their_classes() -> None:
-    state = OrderedDict(a=1)
-    state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
-    tree = {
-        "counter": Counter(a=2),
-        "factory": defaultdict(list, a=[1]),
-        "pair": Pair(1, (2, [3])),
-        "state": state,
-    }
-    found = mapped(tree, lambda _, leaf: leaf)
-    assert found == tree
-    assert [type(value) for value in found.values()] == [type(value) for value in tree.values()]
-    assert found["state"]._metadata == state._metadata
-    assert found["factory"]["new"] == []
-
-
-def test_keys_differ() -> None:
-    """Also where joined paths are the same: of two tensors under one key, one would be lost."""
-    tensor = torch.ones(1)
-    tree = {"a.b": tensor, "a": {"b": tensor, 1: tensor, "1": tensor}}
-    found = {path: key for key, path, _ in leaves(tree)}
-    assert found == {("a.b",): "a.b", ("a", "b"): "a.b'", ("a", 1): "a.1", ("a", "1"): "a.1'"}
 
 
 def test_a_cycle_is_named(tmp_path: Path) -> None:

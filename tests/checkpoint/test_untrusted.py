@@ -17,62 +17,135 @@ from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.reading import read_directory
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory, open_checkpoint
-from tests.checkpoint.test_cli import CLASS, MODEL, Custom, refused, save_shards
+from tests.checkpoint.test_cli import CLASS, MODEL, Custom, Runs, refused, save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def assert_refused(path: Path, capsys: pytest.CaptureFixture[str], message: str) -> None:
+    """By each command, with status 1, one line that holds ``message``, and no file left; and by a load."""
+    out = str(path.parent / "out")
+    started = time.process_time()
     assert message in refused(capsys, str(path))
-    with pytest.raises(CheckpointError) as raised:
-        read_directory(str(path), None, None)
-    assert message in str(raised.value)
+    commands = [["export", str(path), out, *CLASS]]
+    if path.is_dir():
+        commands.append(["consolidate", str(path), out])
+        with pytest.raises(CheckpointError) as raised:
+            read_directory(str(path), None, None)
+        assert message in str(raised.value)
+    for command in commands:
+        assert main(command) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err.encode().decode("unicode_escape")
+        assert (printed.err.count("\n"), printed.out) == (1, "")
+    assert time.process_time() - started < len(commands) + 2, "a second each"
+    assert not (path.parent / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a\\b"])
-def test_names_that_lead_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """By the manifest; those of the table are below."""
-    path = save_shards(tmp_path / "a.ckpt")
-    content = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**content, "folder": name}))
-    assert_refused(path, capsys, f"it refers to {name!r}, which is not the name of a file in the checkpoint")
+def _with_manifest(**changed: Any) -> Callable[[Path], None]:
+    def forge(path: Path) -> None:
+        content = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps({**content, **changed}))
+
+    return forge
+
+
+def _text(content: str) -> Callable[[Path], None]:
+    return lambda path: (path / MANIFEST).write_text(content)
+
+
+def _instead(make: Callable[[Path], Any], name: str) -> Callable[[Path], None]:
+    def forge(path: Path) -> None:
+        (path / name).rename(path.parent / "secret")
+        make(path / name)
+
+    return forge
+
+
+def _code(name: str) -> Callable[[Path], None]:
+    """In a directory without checksums."""
+
+    def forge(path: Path) -> None:
+        (path / MANIFEST).unlink()
+        with open(path / name, "wb") as file:
+            write = pickle.dump if name == ".metadata" else torch.save
+            write(Runs(path.parent / "mark"), file)
+
+    return forge
+
+
+def _rest(content: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(content, path / "meta.pt")
+
+
+DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    **{
+        f"leads to {name}": (
+            _with_manifest(folder=name),
+            f"it refers to {name!r}, which is not the name of a file in the checkpoint",
+        )
+        for name in ("../secret", "/etc/hostname", "..", "a\\b")
+    },
+    **{
+        # Reading a fifo or a device would never end.
+        f"{kind} as {name}": (_instead(make, name), f"{name} is not a regular file")
+        for kind, make in (
+            ("fifo", os.mkfifo),
+            ("device", lambda path: path.symlink_to("/dev/zero")),
+            ("folder", Path.mkdir),
+        )
+        for name in ("__0_0.distcp", "meta.pt", ".metadata", MANIFEST)
+    },
+    **{
+        f"manifest {content[:20]}": (_text(content), "a.ckpt: ")
+        for content in ("[]", "{}", '{"crc32": 1}', "[" * 200_000)
+    },
+    **{
+        f"version {number}": (
+            _with_manifest(format=f"lightning_automodel checkpoint, version {number}"),
+            f"manifest.json says 'lightning_automodel checkpoint, version {number}', and this version of"
+            " lightning_automodel reads 'lightning_automodel checkpoint, version 3': let the version that wrote it"
+            " make one file, which this one reads (python",
+        )
+        for number in (2, 4)
+    },
+    "code in .metadata": (_code(".metadata"), "posix.mkdir"),
+    "code in meta.pt": (_code("meta.pt"), "posix.mkdir"),
+    "list": (_rest([1]), "it has no 'state_dict'"),
+    "no model": (_rest({"state_dict": 3}), "it has no 'state_dict'"),
+    "other entries": (
+        _rest({"state_dict": {"model.weight": torch.empty(2, device="meta")}}),
+        ".metadata and meta.pt do not agree on state_dict.model.weight",
+    ),
+}
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "fifo": (os.mkfifo, "is not a regular file"),
+    "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
+    "before torch 1.6": (
+        lambda path: path.write_bytes(pickle.dumps(1) * 4),
+        "not what torch.save has written since",
+    ),
+    "no pickle": (lambda path: path.write_bytes(b"hello"), "not what torch.save has written"),
+}
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", ".metadata", MANIFEST])
-def test_what_is_no_regular_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
-) -> None:
-    """Reading a fifo or a device would never end."""
-    file = save_shards(tmp_path / "a.ckpt") / name
-    file.rename(tmp_path / "secret")
-    if kind == "fifo":
-        os.mkfifo(file)
-    elif kind == "folder":
-        file.mkdir()
-    else:
-        file.symlink_to("/dev/zero")
-    assert_refused(tmp_path / "a.ckpt", capsys, f"{name} is not a regular file")
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"crc32": 1}', "[" * 200_000])
-def test_other_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+@pytest.mark.parametrize("case", DIRECTORIES)
+def test_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """Forged or badly written: by the command line and by ``load_from_checkpoint``."""
+    forge, message = DIRECTORIES[case]
     path = save_shards(tmp_path / "a.ckpt")
-    (path / MANIFEST).write_text(content)
-    assert_refused(path, capsys, f"{path}: ")
+    forge(path)
+    assert_refused(path, capsys, message)
+    assert not (tmp_path / "mark").exists()
 
 
-def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_shards(tmp_path / "a.ckpt")
-    content = (path / MANIFEST).read_text()
-    assert "version 3" in content
-    for other in ("version 2", "version 4"):
-        (path / MANIFEST).write_text(content.replace("version 3", other))
-        assert_refused(path, capsys, f"manifest.json says 'lightning_automodel checkpoint, {other}'")
-        assert_refused(
-            path, capsys, "let the version that wrote it make one file, which this one reads (python"
-        )
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", FILES)
+def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    forge, message = FILES[case]
+    forge(tmp_path / "a.ckpt")
+    assert_refused(tmp_path / "a.ckpt", capsys, message)
 
 
 def _replace_entry(path: Path, name: str, value: Any) -> None:
@@ -137,62 +210,6 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
         CheckpointError, match="another checkpoint took its place while it was read: load it again"
     ):
         shards.read_all(shards.tree)
-
-
-# --- Forged or badly written ------------------------------------------------------------------------------------------
-
-
-DIRECTORIES: dict[str, tuple[Any, str]] = {
-    "list": ([1], "it has no 'state_dict'"),
-    "no model": ({"state_dict": 3}, "it has no 'state_dict'"),
-    "other entries": (
-        {"state_dict": {"model.weight": torch.empty(2, device="meta")}},
-        ".metadata and meta.pt do not agree on state_dict.model.weight",
-    ),
-}
-FILES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "fifo": (os.mkfifo, "is not a regular file"),
-    "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
-    "before torch 1.6": (
-        lambda path: path.write_bytes(pickle.dumps(1) * 4),
-        "not what torch.save has written since",
-    ),
-    "no pickle": (lambda path: path.write_bytes(b"hello"), "not what torch.save has written"),
-}
-
-
-def check_commands(path: Path, capsys: pytest.CaptureFixture[str], message: str) -> None:
-    """Each ends with status 1, one line that holds ``message``, and no file left."""
-    out = str(path.parent / "out")
-    started = time.process_time()
-    assert message in refused(capsys, str(path))
-    commands = [["export", str(path), out, *CLASS], ["consolidate", str(path), out]]
-    for command in commands if path.is_dir() else commands[:1]:
-        assert main(command) == 1
-        printed = capsys.readouterr()
-        assert message in printed.err
-        assert (printed.err.count("\n"), printed.out) == (1, "")
-    assert time.process_time() - started < len(commands) + 2, "a second each"
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("case", DIRECTORIES)
-def test_forged_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    """By the command line and by ``load_from_checkpoint``."""
-    content, message = DIRECTORIES[case]
-    path = save_shards(tmp_path / "a.ckpt")
-    torch.save(content, path / "meta.pt")
-    check_commands(path, capsys, message)
-    with pytest.raises(CheckpointError, match="Cannot load") as raised:
-        read_directory(path, None, None)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_forged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    forge, message = FILES[case]
-    forge(tmp_path / "a.ckpt")
-    check_commands(tmp_path / "a.ckpt", capsys, message)
 
 
 def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ class AdamMixture(SpreadModule):
 
 
 def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return save(options, path, module=AdamMixture())
+    return save(options, path, AdamMixture)
 
 
 def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 
 
 def _uninterrupted(options: dict[str, Any]) -> dict[str, Tensor]:
-    return uninterrupted(options, module=AdamMixture())
+    return uninterrupted(options, AdamMixture)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp
 def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, tmp_path: Path) -> None:
     """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees.
 
-    A save there leaves each rank its own; ``tests/checkpoint/test_buffers_by_rank.py`` has what is in a
+    A save there leaves each rank its own; ``tests/checkpoint/test_module_states.py`` has what is in a
     checkpoint.
     """
     first, second = pool2.run(_train, LAYOUTS[layout], tmp_path)
