@@ -228,16 +228,7 @@ class Saver(Callback):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a fit is set up; everything is made anew for each run.
-
-    Attributes:
-        strategy: Options of the strategy.
-        trainer: Options of the Trainer.
-        learner: Options of the module.
-        module: Its class.
-        loader: Kind of training loader.
-        callbacks: Makes callbacks.
-    """
+    """How a fit is set up: options, and what makes its parts anew for each run."""
 
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -247,19 +238,14 @@ class Setting:
     callbacks: Callable[[], list[Callback]] = list
 
 
-class Quiet(Ragged):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        state = random.getstate()
-        random.seed(index)
-        row = super().__getitem__(index)
-        random.setstate(state)
-        return row
-
-
 class Still(Dataset):
+    """The same rows at all times."""
+
     def __init__(self) -> None:
-        quiet = Quiet()
-        self.rows = [quiet[index] for index in range(len(quiet))]
+        state = random.getstate()
+        random.seed(7)
+        self.rows = [Ragged()[index] for index in range(NUM_SAMPLES)]
+        random.setstate(state)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -276,7 +262,7 @@ class Stream(IterableDataset):
         self.ranks = ranks
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        rows = Quiet()
+        rows = Still()
         return iter(
             [rows[index] for index in range(self.rank, NUM_SAMPLES - NUM_SAMPLES % self.ranks, self.ranks)]
         )
@@ -304,9 +290,9 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     if kind == "single rows":
         return DataLoader(Single(), shuffle=True, batch_size=None)
     if kind == "workers":
-        return DataLoader(Quiet(), shuffle=True, num_workers=2, **options)
+        return DataLoader(Still(), shuffle=True, num_workers=2, **options)
     if kind == "persistent workers":
-        return DataLoader(Quiet(), shuffle=True, num_workers=1, persistent_workers=True, **options)
+        return DataLoader(Still(), shuffle=True, num_workers=1, persistent_workers=True, **options)
     if kind == "stateful":
         return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
     if kind == "wrapped stateful":  # whose sampler Lightning wraps
@@ -423,7 +409,7 @@ def run(
     trainer = make_trainer(setting, list(callbacks))
     learner = setting.module(**setting.learner)
     training = training_loader(setting.loader, dist.get_rank() // peers, dist.get_world_size() // peers)
-    validation = DataLoader(Subset(Quiet(), range(11)), batch_size=4, collate_fn=collate)
+    validation = DataLoader(Subset(Still(), range(11)), batch_size=4, collate_fn=collate)
     trainer.fit(learner, training, validation, ckpt_path=ckpt_path)
     return trainer, outcome(trainer)
 
@@ -486,12 +472,7 @@ def differences_of_weights(expected: dict[str, Any], found: dict[str, Any]) -> l
 def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
     """Runs on every rank: what differs between a fit and ones that were resumed from where a hook had saved them.
 
-    Where batches are repeated, weights must be the same, of a module that is calm.
-
-    Args:
-        setting: Of all the fits.
-        folder: For checkpoints.
-        stops: Hooks, and which of their calls saves.
+    A stop is a hook, and which of its calls saves. Where batches are repeated, weights must be the same.
     """
     trainer, undisturbed = run(setting)
     lines = trainer.logger.lines

@@ -1,8 +1,8 @@
 """`python -m tests.resume.search --seconds 300 --seed 7`: fits saved and resumed at random points, again and again.
 
 Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows,
-the engine, experts that are spread over the ranks, and the form of checkpoints. It prints what differs from
-the fit that was never stopped; `--case 12` runs one again.
+the engine, experts that are spread over the ranks, whether windows are counted ahead, and the form of
+checkpoints. It prints what differs from the fit that was never stopped; `--case 12` runs one again.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def draw(seed: int, number: int) -> dict[str, Any]:
         "validate_every": rng.choice([1.0, 1, 2, 3]),
         # Apart, so that a number has the same other draws without it.
         "switches": random.Random(f"{seed}-{number} switches").random() < 0.3,
+        "ahead": random.Random(f"{seed}-{number} ahead").random() < 0.3,
         "stops": tuple((rng.choice(HOOKS), rng.randint(1, 5)) for _ in range(rng.randint(1, 2))),
     }
 
@@ -174,7 +175,9 @@ def fit(
         "accumulate_grad_batches": 1 if "windows" in case["callbacks"] else case["accumulate"],
     }
     disturb(1000 * seed + dist.get_rank())
-    setting = Setting(case["engine"], options, loader=case["loader"])
+    is_counted_ahead = case["ahead"] and case["loader"] != "min_size"  # of several loaders it is refused
+    strategy = {**case["engine"], "count_window_ahead": is_counted_ahead}
+    setting = Setting(strategy, options, loader=case["loader"])
     trainer: Trainer = make_trainer(setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers])
     data = CountingData(f"{QUIET if case['calm'] else ''}{case['loader']}")
     has_experts = "expert_parallel_size" in case["engine"]

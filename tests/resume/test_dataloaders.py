@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,15 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
 
+from lightning_automodel.resume.dataloaders import RecordingSampler
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
+    NUM_SAMPLES,
     Calm,
+    Drawing,
     Learner,
     Saver,
     Setting,
     StatefulDataLoader,
+    Still,
+    collate,
     compare,
+    make_trainer,
     run,
 )
 
@@ -39,7 +49,10 @@ def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
         assert differing == []
 
 
-@pytest.mark.parametrize("loader", ["quiet stateful stream", "quiet workers", "quiet stateful"])
+@pytest.mark.parametrize(
+    "loader",
+    ["quiet stateful stream", "quiet stateful", pytest.param("quiet workers", marks=pytest.mark.sweep)],
+)
 @pytest.mark.timeout(700)
 def test_window_begins_again(pool2: RankPool, loader: str, tmp_path: Path) -> None:
     """No batch is missed in the weights, and none is used twice. The loop draws one batch of a stream ahead."""
@@ -51,7 +64,7 @@ def test_window_begins_again(pool2: RankPool, loader: str, tmp_path: Path) -> No
         assert differing == []
 
 
-class Drawing(Learner):
+class DrawsItsBatches(Learner):
     def training_step(self, dataloader_iter: Iterator[Any]) -> dict[str, Any]:
         batch, _, _ = next(dataloader_iter)
         loss = self.loss(batch)
@@ -62,7 +75,7 @@ class Drawing(Learner):
 @pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_step_that_draws_its_batches(pool2: RankPool, tmp_path: Path) -> None:
-    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=Drawing)
+    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=DrawsItsBatches)
     for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
         assert differing == []
 
@@ -132,3 +145,60 @@ def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) 
     for end in ends[1:]:
         assert "('no position'," in end
         assert "for others use torchdata's StatefulDataLoader" in end
+
+
+# --- By the indices of their sampler ----------------------------------------------------------------------------------
+
+
+def resumed_with_batch_size(folder: Path) -> list[str]:
+    """Runs on every rank: how fits end that go on with another batch size, and as many batches."""
+    setting = Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0})
+    found = []
+    for name, save_in in (("within", "on_train_batch_end"), ("at the end", "on_train_epoch_end")):
+        path = folder / f"{name}.ckpt"
+        trainer = make_trainer(setting, [Saver(save_in, 1, path)])
+        trainer.fit(Learner(), DataLoader(Subset(Still(), range(10)), batch_size=7, collate_fn=collate))
+        again = make_trainer(replace(setting, trainer={**setting.trainer, "max_epochs": 2}), [])
+        other = DataLoader(Subset(Still(), range(10)), batch_size=6, collate_fn=collate)
+        try:
+            again.fit(Learner(), other, ckpt_path=path)
+            found.append("resumed")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
+    """Ten samples are two batches of seven, or of six: after the first one, a sample would never be seen."""
+    ((within, at_the_end),) = pool1.run(resumed_with_batch_size, tmp_path)
+    assert "[('indices', 2, 6)], and the checkpoint holds [('indices', 2, 7)]" in within
+    assert at_the_end == "resumed"
+
+
+def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:
+    """Runs on every rank: sums of the batches of a fit, and of one that is resumed while PL_GLOBAL_SEED differs."""
+    setting = Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded)
+    path = folder / "stopped.ckpt"
+    os.environ["PL_GLOBAL_SEED"] = "5"
+    undisturbed, _ = run(setting, Saver("on_train_batch_end", 4, path))
+    os.environ["PL_GLOBAL_SEED"] = "6"
+    resumed, _ = run(setting, ckpt_path=path, seed=2)
+    return undisturbed.lightning_module.started[4:], resumed.lightning_module.started
+
+
+def test_single_rows_under_another_seed(pool2: RankPool, tmp_path: Path) -> None:
+    """Without batches, the sampler is the loader's own."""
+    for undisturbed, resumed in pool2.run(single_rows_under_another_seed, tmp_path):
+        assert resumed == undisturbed
+
+
+def test_indices_drawn_one_by_one_on_other_ranks() -> None:
+    """Of another number of ranks no random states come back: those that are left out are not drawn again."""
+    loader = DataLoader(range(NUM_SAMPLES), sampler=Drawing(6), batch_size=None)
+    random.seed(3)
+    expected = list(loader.sampler)[2:]
+    recorder = RecordingSampler(loader, torch.device("cpu"), lambda: 2)
+    recorder.iteration = (None, 0)
+    recorder.skipped = 2
+    random.seed(3)
+    assert list(loader.sampler) == expected

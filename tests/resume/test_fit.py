@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,31 +125,6 @@ def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
 # --- On one rank ------------------------------------------------------------------------------------------------------
 
 
-class Looks(Callback):
-    def __init__(self) -> None:
-        self.replaced: list[str] = []
-
-    def on_train_batch_end(self, trainer: Trainer, module: Learner, *args: Any) -> None:
-        loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
-        self.replaced = [
-            name for loop in loops for name in vars(loop) if callable(getattr(type(loop), name, None))
-        ]
-        self.replaced += [
-            type(loop).__module__ for loop in loops if "lightning_automodel" in type(loop).__module__
-        ]
-
-
-def look() -> list[str]:
-    """Runs on one rank: what was replaced of the loops."""
-    looks = Looks()
-    run(Setting(DDP, {**DOUBLE, "profiler": "simple", "max_epochs": 1}), looks)
-    return looks.replaced
-
-
-def test_loops_are_untouched(pool1: RankPool) -> None:
-    assert pool1.run(look, timeout_s=120) == [[]]
-
-
 class Taught(Learner):
     """Keeps an average of its head where Lightning saves before."""
 
@@ -241,3 +217,13 @@ def test_saved_after_a_later_validation(pool1: RankPool, tmp_path: Path) -> None
     ended, validated = pool1.run(save_after_validating, tmp_path, timeout_s=120)[0]
     assert ended == validated
     assert "random" in ended
+
+
+def test_another_format_is_refused() -> None:
+    resume: Any = SimpleNamespace(
+        _has_started=False, _can_resume=True, _trainer=SimpleNamespace(callbacks=[])
+    )
+    with pytest.raises(
+        ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
+    ):
+        fit.Resume.load(resume, {"format": 1}, {}, {}, 0)

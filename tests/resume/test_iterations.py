@@ -1,4 +1,4 @@
-"""Training data that other code iterates too, or that is saved before its first batch: resumed runs see the same."""
+"""In one process: data that other code iterates too, and what is said of saves from which no fit resumes exactly."""
 
 from __future__ import annotations
 
@@ -240,3 +240,136 @@ def test_never_steps_and_stops(pool2: RankPool, backward: bool) -> None:
     first, second = pool2.run(_stop, backward)
     assert first == second
     assert first == NUM_ROWS if backward else 3 <= first < NUM_ROWS
+
+
+# --- What is said of odd moments --------------------------------------------------------------------------------------
+
+
+class SavesAfter(Notes):
+    """Saves after some batches."""
+
+    def __init__(self, folder: Path, after: set[int]) -> None:
+        super().__init__()
+        self.folder = folder
+        self.after = after
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.after:
+            self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+def _said(about: str, module: Notes, window: int = 3, ckpt_path: Path | None = None) -> int:
+    """How often something is said in an epoch of windows of so many batches."""
+    told = _fit(module, _rows(), ckpt_path=ckpt_path, max_epochs=1, accumulate_grad_batches=window)
+    return sum(about in text for text in told)
+
+
+class Adversaries(SavesAfter):
+    """The backward of the second optimizer leaves gradients in the first, as a generator's in its discriminator."""
+
+    def __init__(self, folder: Path, after: set[int], zeroes: bool) -> None:
+        super().__init__(folder, after)
+        self.automatic_optimization = False
+        self.zeroes = zeroes
+        self.other = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.model(self.other(batch)).square().mean(), num_label_tokens=1)
+            optimizer.step()
+        if self.zeroes:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model, self.other)]
+
+
+class Teaches(SavesAfter):
+    def __init__(self, folder: Path, after: set[int]) -> None:
+        super().__init__(folder, after)
+        self.teacher = nn.Linear(1, 1).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.teacher.weight.lerp_(self.model.weight.detach(), 0.1)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+class Clamps(SavesAfter):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.model.weight.clamp_(-0.1, 0.1)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.parametrize("writes", [Teaches, Clamps])
+@pytest.mark.parametrize(("after", "times"), [({0, 1}, 1), ({2, 5}, 0)])
+def test_parameters_written_within_a_window(
+    writes: type[SavesAfter], after: set[int], times: int, tmp_path: Path
+) -> None:
+    """A resumed run writes them twice. Windows are of three batches: between them all is exact."""
+    about = (
+        "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins"
+    )
+    assert _said(about, writes(tmp_path, after)) == times
+
+
+class Rolls(SavesAfter):
+    """Loads a checkpoint in the midst of a fit, and saves."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 3:
+            self.trainer.strategy.load_model_state_dict(
+                self.trainer.strategy.load_checkpoint(self.folder / "2.ckpt")
+            )
+
+
+def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
+    """What is saved later resumes where the fit is, not where that checkpoint would."""
+    _said("", Rolls(tmp_path, {2, 5}))
+    state = torch.load(tmp_path / "5.ckpt", weights_only=True)["lightning_automodel"]
+    assert state["ranks"][0]["at"]["batches"] == 6
+
+
+class SavesEarly(SavesAfter):
+    def on_train_start(self) -> None:
+        self.trainer.save_checkpoint(self.folder / "early.ckpt")
+
+
+def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
+    """It holds what it would have resumed from, as plain data."""
+    _said("", SavesAfter(tmp_path, {2}))
+    _said("", SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
+    first, second = (
+        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"]
+        for name in ("2.ckpt", "early.ckpt")
+    )
+    assert str(first) == str(second)
+
+
+HELD = "A checkpoint was saved while an optimizer held gradients that it has not stepped with"
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path) -> None:
+    """Said once, and not where no gradient is left."""
+    assert _said(HELD, Adversaries(tmp_path, {1, 2}, zeroes), window=1) == (not zeroes)
+
+
+class BetweenSteps(Adversaries):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.num_steps = 0
+        super().training_step(batch, batch_idx)
+
+    def manual_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.num_steps == 1:
+            self.trainer.save_checkpoint(self.folder / "between.ckpt")
+        self.num_steps += 1
+        super().manual_backward(*args, **kwargs)
+
+
+def test_saved_between_two_optimizers(tmp_path: Path) -> None:
+    """A resumed run would not step the second one."""
+    assert _said(HELD, BetweenSteps(tmp_path, set(), zeroes=False), window=1) == 1

@@ -53,6 +53,7 @@ PLAIN = {
     "accumulate": 2,
     "calm": False,
     "switches": False,
+    "ahead": False,
     "validate_every": 2,
 }
 

@@ -13,21 +13,24 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     ModelCheckpoint,
     OnExceptionCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
     Calm,
     Counts,
     Learner,
-    Quiet,
     Saver,
     Setting,
+    Still,
     Stop,
     collate,
     compare,
@@ -164,6 +167,37 @@ def test_hooks_of_an_instance(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(saved_by_own_hooks, tmp_path) == [(6, 6, ["step=3.ckpt", "step=6.ckpt"])]
 
 
+class WithBackbone(Learner):
+    """Parameters of it are unfrozen in a group of their own."""
+
+    @property
+    def backbone(self) -> torch.nn.Module:
+        return self.blocks
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+
+def finetuning() -> list[Callback]:
+    return [BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01)]
+
+
+class Keeping(Learner):
+    """Keeps metrics that are not logged themselves, one of them no submodule."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.newest = SumMetric()
+        self.held = {"train": [SumMetric()]}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        output = super().training_step(batch, batch_idx)
+        for name, metric in {"newest": self.newest, "held": self.held["train"][0]}.items():
+            metric.update(output["loss"].detach())
+            self.log(name, metric.compute())
+        return output
+
+
 class OneCycle(Learner):
     """Its schedule is made from the number of steps, for which set-up loads the data before the checkpoint is read."""
 
@@ -191,6 +225,11 @@ PLATEAU = {"schedule": "plateau"}
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
+                (
+                    Setting(FSDP2, {**DOUBLE, "max_epochs": 3}, module=WithBackbone, callbacks=finetuning),
+                    (("on_train_batch_end", 10), ("on_validation_end", 2)),
+                ),
+                (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),)),
                 # There DDP leaves each rank its own statistics.
                 (Setting(DDP, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
                 (
@@ -217,30 +256,6 @@ def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> 
         assert differing == []
 
 
-def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
-    """Runs on every rank: weights after two epochs, of which half of one may have been trained by others."""
-    disturb(torch.distributed.get_rank())
-    path = folder / "shared.ckpt"
-    setting = Setting(
-        FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed"
-    )
-    trainer = make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else [])
-    learner = Calm(optimizer="sgd")
-    rows = torch.utils.data.Subset(Quiet(), range(24))
-    loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
-    trainer.fit(learner, loader, ckpt_path=None if saves else path)
-    return full_weights(learner)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
-    """Stopped on four ranks and resumed on two, with windows twice as long: the same data, exactly."""
-    expected = pool4.run(fit_exact, 1, tmp_path, True, timeout_s=200)[0]
-    found = pool2.run(fit_exact, 2, tmp_path, False, timeout_s=200)[0]
-    assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
-
-
 def fit_ragged(accumulate: int, path: Path, saves: bool) -> tuple[int, dict[str, Tensor]]:
     """Runs on every rank: validations of two epochs, the first of which others may have trained; and weights."""
     disturb(torch.distributed.get_rank())
@@ -253,7 +268,7 @@ def fit_ragged(accumulate: int, path: Path, saves: bool) -> tuple[int, dict[str,
     savers = [Saver("on_train_batch_end", 4, path)] if saves else []
     trainer = make_trainer(Setting(FSDP2, trainer_options, loader="distributed"), [counts, *savers])
     learner = Calm(optimizer="sgd")
-    rows, others = (torch.utils.data.Subset(Quiet(), range(size)) for size in (13, 4))
+    rows, others = (torch.utils.data.Subset(Still(), range(size)) for size in (13, 4))
     loaders = [
         torch.utils.data.DataLoader(each, batch_size=2, collate_fn=collate) for each in (rows, others)
     ]
@@ -268,3 +283,21 @@ def test_validates_on_other_ranks(pool2: RankPool, pool1: RankPool, tmp_path: Pa
     ((resumed, found),) = pool1.run(fit_ragged, 4, path, False)
     assert resumed == validations == 2
     assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
+
+
+def averaging() -> list[Callback]:
+    return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)]
+
+
+def resume_averaging(path: Path) -> None:
+    """Runs on one rank: a fit that resumes where weights were averaged."""
+    setting = Setting(DDP, {**DOUBLE, "max_epochs": 3}, callbacks=averaging)
+    run(setting, Saver("on_train_batch_end", 3, path))
+    told = "^StochasticWeightAveraging had begun to average when the checkpoint was written"
+    with pytest.raises(ValueError, match=told):
+        run(setting, ckpt_path=path)
+
+
+def test_averaging_is_refused(pool1: RankPool, tmp_path: Path) -> None:
+    """Its schedule would be missing: Lightning loads it after it was needed."""
+    pool1.run(resume_averaging, tmp_path / "stopped.ckpt", timeout_s=120)
