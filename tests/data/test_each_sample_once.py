@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import (
     BatchSampler,
@@ -21,14 +20,16 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     SubsetRandomSampler,
+    default_collate,
     random_split,
 )
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from tests.data.plain import train_windows
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, PLAN, Outcome, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
+from tests.trainer.exactness import PLAN, assert_exact, full_weights, weight_error
+from tests.trainer.runs import LabelledModule, make_trainer
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
@@ -75,15 +76,15 @@ class Trains(LabelledModule):
 def plain_weights(length: int, order: list[int], batch_size: int, accumulate: int) -> dict[str, Tensor]:
     """Weights of one process that takes each window of all ranks' batches as one batch, in this order of rows."""
     rows = Rows(length)
-    model = LabelledModule().model
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     size = batch_size * accumulate
-    for start in range(0, len(order), size):
-        window = [rows[index] for index in order[start : start + size]]
-        batch = {name: torch.stack([row[name] for row in window]) for name in ("input_ids", "labels")}
-        optimizer.zero_grad()
-        mean_loss(model, batch).backward()
-        optimizer.step()
+    model = LabelledModule().model
+    train_windows(
+        model,
+        (
+            [default_collate([rows[index] for index in order[start : start + size]])]
+            for start in range(0, len(order), size)
+        ),
+    )
     return full_weights(model)
 
 
@@ -171,9 +172,9 @@ def test_weights_are_those_of_one_process(
     )
     order = order_of(results)
     assert sorted(order) == list(range(length))
-    expected = Outcome(plain_weights(length, order, 2 * batch_size, accumulate))
+    expected = plain_weights(length, order, 2 * batch_size, accumulate)
+    assert_exact((result["weights"] for result in results), expected)
     for result in results:
-        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         assert result["rows"] == length
         assert result["metric"] == len(result["seen"])
         assert result["told"] == []
@@ -209,9 +210,9 @@ def test_other_ways_to_train(
     results = pool.run(_fit, options, length, {"batch_size": 2}, settings, kind)
     order = order_of(results[::peers])
     assert sorted(order) == list(range(length))
-    expected = Outcome(plain_weights(length, order, 2 * num_shares, 2))
+    expected = plain_weights(length, order, 2 * num_shares, 2)
+    assert_exact((result["weights"] for result in results), expected)
     for result in results:
-        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
         assert (result["rows"], result["told"]) == (length, [])
         assert result["buffer"] == len(results[0]["seen"])  # rank 0's, which all have at the end
 
@@ -384,22 +385,7 @@ def test_dropping_the_last_batch(pool2: RankPool) -> None:
     order = order_of(results)
     assert [len(result["seen"]) for result in results] == [2, 2]
     assert len(order) == len(set(order)) == 20
-    expected = Outcome(plain_weights(29, order, 10, 1))
-    for result in results:
-        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
-
-
-def test_each_epoch_has_an_order_of_its_own(pool2: RankPool) -> None:
-    results = pool2.run(_fit, {}, 21, {"batch_size": 5, "shuffle": True}, {"max_epochs": 3})
-    epochs = [order_of([{"seen": _epoch(result, each)} for result in results]) for each in range(3)]
-    assert all(sorted(order) == list(range(21)) for order in epochs)
-    assert len({tuple(order) for order in epochs}) == 3
-
-
-def _epoch(result: dict[str, Any], number: int) -> list[list[int]]:
-    """Rank 0 has three batches in each epoch, rank 1 two."""
-    per_epoch = len(result["seen"]) // 3
-    return list(result["seen"][number * per_epoch : (number + 1) * per_epoch])
+    assert_exact((result["weights"] for result in results), plain_weights(29, order, 10, 1))
 
 
 TOLD = (
@@ -418,8 +404,7 @@ def test_repeated_samples_are_told_of(pool2: RankPool) -> None:
     order = order_of([first, second])
     assert len(order) == 22
     assert len(set(order)) == 21
-    once = Outcome(plain_weights(21, order[:21], 10, 1))
-    assert weight_error(Outcome(first["weights"]), once) > 1e-3
+    assert weight_error(first["weights"], plain_weights(21, order[:21], 10, 1)) > 1e-3
 
 
 def test_what_padding_would_change_is_refused(pool2: RankPool) -> None:
@@ -456,61 +441,6 @@ def test_exactness_check_tells_of_repeated_samples(
 class TensorParallel(Trains):
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
-
-
-class Normalised(Trains):
-    """Normalises the logits by running statistics, which each batch changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(11).double()
-
-    def forward(self, batch: Any) -> Tensor:
-        return normalised_loss(self.model, self.norm, batch)
-
-
-def normalised_loss(model: nn.Module, norm: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
-    logits = norm(model(batch["input_ids"]).flatten(0, 1))
-    return F.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
-
-
-def _normalise(options: dict[str, Any], accumulate: int) -> dict[str, Any]:
-    module = Normalised()
-    settings = {"use_distributed_sampler": True, "accumulate_grad_batches": accumulate}
-    make_trainer(AutomodelStrategy(**options), **settings).fit(module, DataLoader(Rows(21), 5))
-    statistics = {name: buffer.clone() for name, buffer in module.norm.named_buffers()}
-    return {"seen": module.seen, "weights": full_weights(module), "statistics": statistics}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(("engine", "accumulate"), [("fsdp2", 2), ("ddp", 1)])
-def test_running_statistics_leave_padding_out(pool2: RankPool, engine: str, accumulate: int) -> None:
-    """Each batch is normalised by itself, and all ranks keep the statistics of rank 0's batches, all of which count."""
-    results = pool2.run(_normalise, ENGINES[engine], accumulate)
-    first, second = (result["seen"] for result in results)
-    assert (len(first), len(second)) == (3, 2)
-    module = Normalised()
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    rows = Rows(21)
-    for start in range(0, 3, accumulate):
-        before = {name: buffer.clone() for name, buffer in module.norm.named_buffers()}
-        optimizer.zero_grad()
-        number = 0
-        for of_rank in (second, first):  # rank 0's statistics stay
-            module.norm.load_state_dict(before, strict=False)
-            for batch in of_rank[start : start + accumulate]:
-                chosen = [rows[row] for row in batch]
-                held = {name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")}
-                normalised_loss(module.model, module.norm, held, "sum").backward()
-                number += int((held["labels"] != -100).sum())
-        for parameter in module.parameters():
-            parameter.grad.div_(number)
-        optimizer.step()
-    expected = Outcome(full_weights(module))
-    for result in results:
-        assert weight_error(Outcome(result["weights"]), expected) <= TOLERANCE
-        for name, buffer in module.norm.named_buffers():
-            torch.testing.assert_close(result["statistics"][name], buffer)
 
 
 class Several(LabelledModule):
@@ -569,13 +499,16 @@ def _train(
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("engine", ENGINES)
-def test_resuming(pool2: RankPool, tmp_path: Path, engine: str) -> None:
-    """Before, after and at the padding batch, and within a window: the same rows to the end, and the same bits."""
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp", "count_window_ahead": True}], ids=str)
+def test_resuming(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Before, after and at the padding batch, and within a window: the same rows to the end, and the same bits.
+
+    Batches that were drawn ahead and not trained on are drawn again.
+    """
     after = (1, 2, 3, 5)
-    calm = pool2.run(_train, ENGINES[engine], 21, 5, tmp_path, after)
+    calm = pool2.run(_train, options, 21, 5, tmp_path, after)
     for number in after:
-        resumed = pool2.run(_train, ENGINES[engine], 21, 5, tmp_path, (), tmp_path / str(number))
+        resumed = pool2.run(_train, options, 21, 5, tmp_path, (), tmp_path / str(number))
         for (weights, seen), (calm_weights, calm_seen) in zip(resumed, calm, strict=True):
             assert seen == calm_seen[len(calm_seen) - len(seen) :]
             assert all(torch.equal(weights[name], calm_weights[name]) for name in weights)

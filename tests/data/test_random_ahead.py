@@ -14,27 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss
+from tests.data.plain import Report, train_windows
 from tests.data.test_uneven_inputs import Stream
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import (
-    PLAN,
-    Batch,
-    Outcome,
-    TinyDecoder,
-    full_weights,
-    micro_batches,
-    weight_error,
-)
-from tests.trainer.plain import sgd
-from tests.trainer.runs import TOLERANCE, make_trainer, mean_loss
+from tests.trainer.exactness import PLAN, Batch, TinyDecoder, assert_exact, full_weights, micro_batches
+from tests.trainer.plain import ModelModule
+from tests.trainer.runs import make_trainer, mean_loss
 
 # For each engine: ranks, tensor-parallel ranks, options.
 ENGINES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -62,6 +54,13 @@ def data(ranks: int, has_gaps: bool, num_batches: int = 8) -> list[list[Batch]]:
     return micro_batches(Case(seed=23, telling="labels", num_batches=num_batches, gap=gap, num_ranks=ranks))
 
 
+def limited(count: int, limit: int | float | None) -> int:
+    """How many of `count` batches Lightning takes."""
+    if limit is None:
+        return count
+    return int(count * limit) if isinstance(limit, float) else min(count, limit)
+
+
 # --- Training ---------------------------------------------------------------------------------------------------------
 
 
@@ -78,21 +77,25 @@ class Training:
     num_workers: int = 0
     limit: int | float | None = None
     val_check_interval: int | None = None
-    max_steps: int = -1
+    max_steps: int | None = None
     without: tuple[int, ...] = ()
-
-    @property
-    def num_batches(self) -> int:
-        longest = max(self.counts)
-        if self.limit is None:
-            return longest
-        return int(longest * self.limit) if isinstance(self.limit, float) else min(longest, self.limit)
 
     def batches(self) -> list[list[Batch | None]]:
         """Those of each rank."""
         return [
             [None if index in self.without else batch for index, batch in enumerate(own[:count])]
             for own, count in zip(data(len(self.counts), True), self.counts, strict=True)
+        ]
+
+    def windows(self) -> list[list[Batch]]:
+        """Those of an epoch; Lightning steps where the last batch of a window is one."""
+        number = limited(max(self.counts), self.limit)
+        starts = range(0, number, self.accumulate)
+        ends = [min(start + self.accumulate, number) for start in starts]
+        return [
+            [batch for own in self.batches() for batch in own[start:end] if batch is not None]
+            for start, end in zip(starts, ends, strict=True)
+            if end - 1 not in self.without
         ]
 
 
@@ -113,27 +116,14 @@ TRAININGS = {
 """What `tests/search` does not draw."""
 
 
-class Trained(LightningModule):
-    def __init__(self, setting: Training) -> None:
-        super().__init__()
+class Trained(ModelModule):
+    def __init__(self, setting: Training | Evaluation) -> None:
+        super().__init__(TinyDecoder(23).double())
         self.setting = setting
-        self.model = TinyDecoder(23).double()
 
     def configure_model(self) -> None:
         if self.setting.engine == "tensor_parallel":
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return mean_loss(self.model, batch)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.model(batch["input_ids"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self)
-
-
-Report = tuple[float, int, int]
 
 
 def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
@@ -149,7 +139,7 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     trainer = make_trainer(
         strategy,
         max_epochs=2,
-        max_steps=setting.max_steps,
+        max_steps=setting.max_steps or -1,
         accumulate_grad_batches=setting.accumulate,
         limit_train_batches=setting.limit,
         val_check_interval=setting.val_check_interval,
@@ -167,40 +157,16 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     return full_weights(module.model), report, trainer.global_step
 
 
-def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
-    model = TinyDecoder(23).double()
-    optimizer = sgd(model)
-    by_rank = setting.batches()
-    report = None
-    steps = 0
-    for _ in range(2):
-        for start in range(0, setting.num_batches, setting.accumulate):
-            end = min(start + setting.accumulate, setting.num_batches)
-            if end - 1 in setting.without or steps == setting.max_steps:
-                continue  # Lightning steps where the last batch of a window is one
-            window = [batch for own in by_rank for batch in own[start:end] if batch is not None]
-            tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)
-            report = (loss.item() if tokens else math.nan, tokens, len(window))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            steps += 1
-    return full_weights(model), report, steps
-
-
-def _check_training(setting: Training, pool: RankPool) -> None:
-    weights, report, steps = _train_plainly(setting)
-    for found, found_report, found_steps in pool.run(_train, setting, timeout_s=60):
-        assert weight_error(Outcome(found), Outcome(weights)) <= TOLERANCE
-        assert found_report == (None if report is None else pytest.approx(report, rel=1e-12, nan_ok=True))
-        assert found_steps == steps
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("setting", TRAININGS.values(), ids=TRAININGS)
 def test_training(pool2: RankPool, pool4: RankPool, setting: Training) -> None:
-    _check_training(setting, pool_of(setting.engine, pool2, pool4))
+    model = TinyDecoder(23).double()
+    reports = train_windows(model, (setting.windows() * 2)[: setting.max_steps])
+    results = pool_of(setting.engine, pool2, pool4).run(_train, setting, timeout_s=60)
+    assert_exact((weights for weights, *_ in results), full_weights(model))
+    for _, report, steps in results:
+        assert report == (pytest.approx(reports[-1], rel=1e-12, nan_ok=True) if reports else None)
+        assert steps == len(reports)
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------
@@ -222,14 +188,9 @@ class Evaluation:
     def batches(self) -> list[list[list[Batch]]]:
         by_rank = data(data_ranks(self.engine), True)
         return [
-            [own[index:][: self._limited(count)] for own, count in zip(by_rank, counts, strict=True)]
+            [own[index:][: limited(count, self.limit)] for own, count in zip(by_rank, counts, strict=True)]
             for index, counts in enumerate(self.counts)
         ]
-
-    def _limited(self, count: int) -> int:
-        if self.limit is None:
-            return count
-        return int(count * self.limit) if isinstance(self.limit, float) else min(count, self.limit)
 
 
 def draw_evaluation(seed: int) -> Evaluation:
@@ -253,29 +214,25 @@ def draw_evaluation(seed: int) -> Evaluation:
     )
 
 
-class Evaluated(LightningModule):
+class Evaluated(Trained):
+    """Learns nothing, and logs in every way."""
+
     def __init__(self, setting: Evaluation) -> None:
-        super().__init__()
-        self.setting = setting
-        self.model = TinyDecoder(23).double()
+        super().__init__(setting)
         torch.set_default_dtype(torch.float64)  # in which Lightning adds up
         self.means = torch.nn.ModuleList(MeanMetric() for _ in setting.counts)
 
-    configure_model = Trained.configure_model
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return mean_loss(self.model, batch)
-
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss = mean_loss(self.model, batch)
+        loss = self(batch)
         tokens = int((batch["labels"] != -100).sum())
         value = loss.detach() if tokens else torch.zeros_like(loss)
         self.means[dataloader_idx].update(value, tokens)
         each: dict[str, Any] = {"add_dataloader_idx": False, "on_step": False, "on_epoch": True}
         self.log(f"metric{dataloader_idx}", self.means[dataloader_idx], **each)
-        self.log(f"mean{dataloader_idx}", value, batch_size=tokens, sync_dist=True, **each)
-        self.log(f"sum{dataloader_idx}", float(tokens), reduce_fx="sum", sync_dist=True, **each)
-        self.log(f"most{dataloader_idx}", float(tokens), reduce_fx="max", sync_dist=True, **each)
+        each["sync_dist"] = True
+        self.log(f"mean{dataloader_idx}", value, batch_size=tokens, **each)
+        self.log(f"sum{dataloader_idx}", float(tokens), reduce_fx="sum", **each)
+        self.log(f"most{dataloader_idx}", float(tokens), reduce_fx="max", **each)
         return loss
 
     test_step = validation_step
@@ -336,27 +293,20 @@ def _expected_values(setting: Evaluation, model: TinyDecoder) -> dict[str, float
     return values
 
 
-def _check_evaluation(setting: Evaluation, pool: RankPool) -> None:
-    model = TinyDecoder(23).double()
-    results = pool.run(_evaluate, setting, timeout_s=60)
-    for rank, (values, predicted) in enumerate(results):
-        if setting.stage != "predict":
-            assert values == pytest.approx(_expected_values(setting, model), rel=1e-12, nan_ok=True)
-            continue
-        wanted = [by_rank[rank // ENGINES[setting.engine][1]] for by_rank in setting.batches()]
-        assert [len(own) for own in predicted] == [len(own) for own in wanted]
-        for own, batches in zip(predicted, wanted, strict=True):
-            for prediction, batch in zip(own, batches, strict=True):
-                torch.testing.assert_close(
-                    prediction, model(batch["input_ids"]).detach(), rtol=1e-12, atol=1e-12
-                )
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "seed",
     [1001, 1003, 1007, 1012, 1014, 1017, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(300))],
 )
 def test_evaluation(pool2: RankPool, pool4: RankPool, seed: int) -> None:
+    """Each batch counts once in what is logged and predicted."""
     setting = draw_evaluation(seed)
-    _check_evaluation(setting, pool_of(setting.engine, pool2, pool4))
+    model = TinyDecoder(23).double()
+    results = pool_of(setting.engine, pool2, pool4).run(_evaluate, setting, timeout_s=60)
+    for rank, (values, predicted) in enumerate(results):
+        if setting.stage != "predict":
+            assert values == pytest.approx(_expected_values(setting, model), rel=1e-12, nan_ok=True)
+            continue
+        of_rank = [by_rank[rank // ENGINES[setting.engine][1]] for by_rank in setting.batches()]
+        wanted = [[model(batch["input_ids"]).detach() for batch in batches] for batches in of_rank]
+        torch.testing.assert_close(predicted, wanted, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.test_uneven_inputs import Numbers, Stream
+from tests.data.test_uneven_inputs import Estimating, Stream
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
@@ -41,20 +42,6 @@ def strategy(**options: Any) -> AutomodelStrategy:
 # --- Evaluation -------------------------------------------------------------------------------------------------------
 
 
-def _with_own_sampler(batch_size: int) -> tuple[list[int], float, list[int]]:
-    data = torch.arange(10.0, 80.0, 10.0)
-    loader = DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
-    predicted = make_trainer(strategy()).predict(Numbers(), loader)
-    (values,) = make_trainer(strategy()).validate(Numbers(), loader, verbose=False)
-    return [number for batch in predicted for number in batch], values["mean"], list(loader.sampler)
-
-
-def test_no_sample_is_predicted_twice_with_a_sampler_of_the_user(pool2: RankPool) -> None:
-    """In prediction Lightning puts the batch sampler into another one. The user's own repeats as before."""
-    results = pool2.run(_with_own_sampler, 2)
-    assert results == [([10, 30, 50, 70], 40.0, [0, 2, 4, 6]), ([20, 40, 60], 40.0, [1, 3, 5, 0])]
-
-
 class Counts(LabelledModule):
     def __init__(self) -> None:
         super().__init__()
@@ -68,23 +55,21 @@ class Counts(LabelledModule):
         self.log("seen", self.seen)
 
 
-def _combine(
-    mode: Any, counts: list[tuple[int, int]], streams: tuple[bool, ...], options: dict[str, Any]
-) -> float:
-    loaders = [loader_of(each, is_stream) for each, is_stream in zip(counts, streams, strict=True)]
-    trainer = make_trainer(strategy(**options))
-    return trainer.validate(Counts(), CombinedLoader(loaders, mode), verbose=False)[0]["seen"]
+def _combine(counts: list[tuple[int, int]], is_stream: bool) -> float:
+    loaders = [loader_of(each, is_stream) for each in counts]
+    trainer = make_trainer(strategy())
+    return trainer.validate(Counts(), CombinedLoader(loaders, "min_size"), verbose=False)[0]["seen"]
 
 
 UNKNOWN = "Ranks may have unequally many batches, and the last one is not known in a step that takes a dataloader_iter"
 
 
-@pytest.mark.parametrize("streams", [(False, False), (True, False)], ids=["sized", "stream"])
-def test_batches_of_several_loaders_at_once(pool2: RankPool, streams: Any) -> None:
+def test_batches_of_several_loaders_at_once(pool2: RankPool) -> None:
     """With equal lengths they are evaluated."""
-    with pytest.raises(RankError, match=UNKNOWN):
-        pool2.run(_combine, "min_size", [(5, 3), (2, 4)], streams, {})
-    assert pool2.run(_combine, "min_size", [(5, 5), (4, 4)], (False, False), {}) == [16, 16]
+    for counts, is_stream in (([(5, 3), (2, 4)], False), ([(5, 5), (4, 4)], True)):
+        with pytest.raises(RankError, match=UNKNOWN):
+            pool2.run(_combine, counts, is_stream)
+    assert pool2.run(_combine, [(5, 5), (4, 4)], False) == [16, 16]
 
 
 class DrawsItsBatches(LabelledModule):
@@ -114,39 +99,30 @@ def test_a_step_that_draws_its_batches(pool2: RankPool) -> None:
         pool2.run(_draw_to_train, (4, 2))
 
 
-class LogsInHook(LabelledModule):
-    def on_validation_batch_end(self, *args: Any) -> None:
-        self.log("x", 1.0, on_step=True, on_epoch=True, sync_dist=True)
+REDUCES: dict[str, Callable[..., Any]] = {
+    "on_validation_batch_end": lambda module, *_: module.log(
+        "x", 1.0, on_step=True, on_epoch=True, sync_dist=True
+    ),
+    "validation_step": lambda module, batch, _: module.log(
+        "x", module(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True
+    ),
+    "on_validation_batch_start": lambda module, *_: module.all_gather(torch.ones(1)),
+}
 
 
-class LogsEachStep(LabelledModule):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("x", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
-
-
-class GathersInHook(LabelledModule):
-    def on_validation_batch_start(self, *args: Any) -> None:
-        self.all_gather(torch.ones(1))
-
-
-def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
-    make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
+def _reduce_in(where: str, counts: tuple[int, int]) -> None:
+    module = LabelledModule()
+    setattr(module, where, partial(REDUCES[where], module))
+    make_trainer(strategy()).validate(module, loader_of(counts), verbose=False)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("module", "where"),
-    [
-        (LogsInHook, "on_validation_batch_end"),
-        (LogsEachStep, "validation_step"),
-        (GathersInHook, "on_validation_batch_start"),
-    ],
-)
-def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
+@pytest.mark.parametrize("where", REDUCES)
+def test_a_value_reduced_within_a_batch(pool2: RankPool, where: str) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
     with pytest.raises(RankError, match=f"within {where}, but not on rank 1, whose data has ended"):
-        pool2.run(_reduce_in, module, (4, 3))
-    assert pool2.run(_reduce_in, module, (3, 3)) == [None, None]
+        pool2.run(_reduce_in, where, (4, 3))
+    assert pool2.run(_reduce_in, where, (3, 3)) == [None, None]
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -184,22 +160,9 @@ def test_a_loader_that_is_equal_after_one_that_was_not(pool2: RankPool, ahead: b
     assert pool2.run(_reload, [(3, 3), (2, 4)], ahead) == [(2, 7, 4), (0, 7, 4)]
 
 
-class InOrder(Sampler[int]):
-    """A sampler of the user's own, which could end before its length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
 def _train_on_a_part(options: dict[str, Any], is_own: bool) -> tuple[int, float]:
     own = batches((6, 4))
-    loader = DataLoader(own, batch_size=None, sampler=InOrder(len(own)) if is_own else None)
+    loader = DataLoader(own, batch_size=None, sampler=Estimating(len(own), len(own)) if is_own else None)
     trainer = make_trainer(strategy(uneven_inputs="pad"), **options)
     trainer.fit(LabelledModule(), loader, loader_of((1, 1)))
     return trainer.global_step, trainer.val_check_batch
@@ -224,23 +187,16 @@ def test_a_part_of_the_batches(
     assert [steps for steps, _ in pool2.run(_train_on_a_part, number, True)] == [part[0]] * 2
 
 
-class SlowDataset(Dataset):
-    def __init__(self) -> None:
-        self.batches = batches((8, 8))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Batch:
-        time.sleep(0.03)
-        return self.batches[index]
+def slowly(batch: Batch) -> Batch:
+    time.sleep(0.03)
+    return batch
 
 
 def _wait_for_data() -> float:
     seconds: list[float] = []
     keep = LambdaCallback(on_train_end=lambda trainer, _: seconds.append(trainer.strategy.seconds_drawing))
     trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=4, callbacks=[keep])
-    trainer.fit(LabelledModule(), DataLoader(SlowDataset(), batch_size=None))
+    trainer.fit(LabelledModule(), DataLoader(batches((8, 8)), batch_size=None, collate_fn=slowly))
     return seconds[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.data.batches import TrackedLoader
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
@@ -115,22 +113,37 @@ class Numbers(LabelledModule):
         return batch.int().tolist()
 
 
-def _evaluate_numbers(sizes: tuple[int, ...], batch_size: int) -> tuple[dict[str, float], list[int]]:
-    loaders = [DataLoader(torch.arange(10.0, 10.0 * (n + 1), 10.0), batch_size) for n in sizes]
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
-    found = {name: float(v) for each in trainer.validate(Numbers(), loaders) for name, v in each.items()}
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
-    predicted = trainer.predict(Numbers(), loaders[0])
-    return found, [number for batch in predicted for number in batch]
+def _evaluate_numbers(
+    sizes: tuple[int, ...], batch_size: int, own: bool
+) -> tuple[list[float], list[int], list[int]]:
+    """Means of loaders of so many numbers, what is predicted of the first one, and what its sampler draws."""
+    trainers = [
+        make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=not own)
+        for _ in range(2)
+    ]
+    loaders = []
+    for size in sizes:
+        numbers = torch.arange(10.0, 10.0 * (size + 1), 10.0)
+        sampler = DistributedSampler(numbers, 2, dist.get_rank(), shuffle=False) if own else None
+        loaders.append(DataLoader(numbers, batch_size, sampler=sampler))
+    found = [value for each in trainers[0].validate(Numbers(), loaders) for value in each.values()]
+    predicted = trainers[1].predict(Numbers(), loaders[0])
+    return found, [number for batch in predicted for number in batch], list(loaders[0].sampler)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
-    """Lightning's sampler repeats samples to even the ranks out: 7 of them on 2 ranks have the mean of 8."""
-    results = pool2.run(_evaluate_numbers, (7, 4, 3), batch_size)
-    for found, _ in results:
-        assert list(found.values()) == pytest.approx([40.0, 25.0, 20.0])
-    assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
+@pytest.mark.each_value
+@pytest.mark.parametrize(("batch_size", "own"), [(1, False), (2, True)])
+def test_no_sample_is_repeated(pool2: RankPool, batch_size: int, own: bool) -> None:
+    """Samplers repeat samples to even the ranks out: 7 of them on 2 ranks have the mean of 8.
+
+    In prediction Lightning puts the batch sampler into another one. The user's own sampler repeats as before.
+    """
+    results = pool2.run(_evaluate_numbers, (7, 4, 3), batch_size, own)
+    for found, *_ in results:
+        assert found == pytest.approx([40.0, 25.0, 20.0])
+    assert [predicted for _, predicted, _ in results] == [[10, 30, 50, 70], [20, 40, 60]]
+    if own:
+        assert [drawn for *_, drawn in results] == [[0, 2, 4, 6], [1, 3, 5, 0]]
 
 
 class Aggregated(LabelledModule):
@@ -147,40 +160,16 @@ class Aggregated(LabelledModule):
             self.log(name, getattr(self, name))
 
 
-def _aggregate(options: dict[str, Any]) -> dict[str, float]:
+def _aggregate() -> dict[str, float]:
     loader = DataLoader(7.1 - torch.arange(5, dtype=torch.float64), 1)
-    trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True, precision="64-true")
+    trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True, precision="64-true")
     return dict(trainer.validate(Aggregated(), loader)[0])
 
 
-@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_metrics_keep_their_dtype(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_metrics_keep_their_dtype(pool2: RankPool) -> None:
     """Logging makes them float64 from the third batch on, which only one rank has here: gloo aborted."""
-    for found in pool2.run(_aggregate, options):
+    for found in pool2.run(_aggregate):
         assert found == pytest.approx({"largest": 7.1, "mean": 5.1}, rel=1e-12)
-
-
-def _count_gathers(is_stream: bool) -> int:
-    calls = 0
-    gather = dist.all_gather
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return gather(*args, **kwargs)
-
-    dist.all_gather = counting
-    try:
-        _run("train", DDP, (3, 3), is_stream, {})
-    finally:
-        dist.all_gather = gather
-    return calls
-
-
-def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None:
-    """Lengths are exchanged as objects, once; of a stream, each draw is, of which the last finds the end."""
-    assert pool2.run(_count_gathers, False) == [0, 0]
-    assert pool2.run(_count_gathers, True) == [4, 4]
 
 
 class GathersAtTheEnd(Numbers):
@@ -231,20 +220,6 @@ def test_gathering_what_ranks_have_unequally_many_of(pool2: RankPool) -> None:
     assert pool2.run(_gather_at_the_end, True) == [list(map(float, range(9)))] * 2
     told = "self.all_gather() of tensors of the shapes [(2,), (1,)]"
     assert all(message.startswith(told) for message in pool2.run(_gather_at_the_end, True, True))
-
-
-def test_a_tracked_loader_says_what_it_is() -> None:
-    """And has the attributes of the user's, which Lightning reads and sets."""
-    loader: Any = DataLoader([1, 2], batch_size=2)
-    tracked: Any = TrackedLoader(loader, None, None)  # type: ignore[arg-type]
-    assert not isinstance(tracked, DataLoader)
-    assert tracked.loader is loader
-    assert (tracked.batch_size, len(tracked)) == (2, 1)
-    tracked.worker_init_fn = print
-    assert loader.worker_init_fn is print
-    tracked.count = len
-    assert not hasattr(loader, "count")
-    assert type(copy.copy(tracked)) is DataLoader
 
 
 def _stop(*args: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,62 +10,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.test_each_sample_once import Saves
-from tests.data.test_uneven_inputs import Stream
+from tests.data.plain import train_windows
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import (
-    LEARNING_RATE,
-    Outcome,
-    full_weights,
-    micro_batches,
-    weight_error,
-)
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
-
-ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+from tests.trainer.exactness import LEARNING_RATE, assert_exact, full_weights, micro_batches
+from tests.trainer.runs import CASE, LabelledModule, make_trainer
 
 
 def _batches(count: int = CASE.num_batches) -> list[Any]:
     return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][:count]]
-
-
-# --- Resuming ---------------------------------------------------------------------------------------------------------
-
-
-def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    weights = []
-    for kwargs in ({}, {"ckpt_path": folder / str(after)}):
-        module = LabelledModule()
-        batches = _batches()
-        make = StatefulDataLoader if "stateful" in kind else DataLoader
-        loader = make(Stream(batches) if "stream" in kind else batches, batch_size=None)
-        trainer = make_trainer(
-            AutomodelStrategy(count_window_ahead=True),
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            callbacks=[] if kwargs else [Saves(folder, (after,))],
-            enable_checkpointing=True,
-        )
-        trainer.fit(module, loader, **kwargs)
-        weights.append(full_weights(module.model))
-    return weights[0], weights[1]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    "kind",
-    ["rows", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("stateful rows", "stateful stream"))],
-)
-def test_resuming(pool2: RankPool, tmp_path: Path, kind: str) -> None:
-    """From a step and from mid-window, batches that were drawn ahead and not trained on are drawn again."""
-    for after in (3, 5):
-        for calm, resumed in pool2.run(_resume, kind, tmp_path, after):
-            assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(
-                calm, 0.0
-            )
 
 
 # --- Misuse -----------------------------------------------------------------------------------------------------------
@@ -187,13 +140,12 @@ def _step_in_backward(accumulate: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_within_the_backward(pool2: RankPool, accumulate: int) -> None:
     model = LabelledModule().model
-    by_rank = micro_batches(CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    for start in range(0, 6, accumulate):
-        window = [batch for own in by_rank for batch in own[start : start + accumulate]]
-        tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-        optimizer.zero_grad()
-        (sum(mean_loss(model, batch, "sum") for batch in window) / max(tokens, 1)).backward()
-        optimizer.step()
-    for weights in pool2.run(_step_in_backward, accumulate):
-        assert weight_error(Outcome(weights), Outcome(full_weights(model))) <= TOLERANCE
+    starts = range(0, 6, accumulate)
+    train_windows(
+        model,
+        [
+            [batch for own in micro_batches(CASE) for batch in own[start : start + accumulate]]
+            for start in starts
+        ],
+    )
+    assert_exact(pool2.run(_step_in_backward, accumulate), full_weights(model))
