@@ -27,7 +27,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from lightning_automodel import AutomodelStrategy, destroy_global_state
+from lightning_automodel import AutomodelStrategy
 from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
 from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches, relative_error
 from tests.trainer.plain import train_model_plainly
@@ -41,14 +41,7 @@ TIMEOUT_S = 20.0
 
 
 class Launched(LabelledModule):
-    """Brings each rank its own data, and meets `fault` on one of them.
-
-    Args:
-        fault: What happens; None for nothing.
-        folder: Where ranks note their process ids.
-        repeat: How often an epoch goes through the data.
-        pause_s: Seconds that a training step takes at least.
-    """
+    """Brings each rank its own data, and meets `fault` on one of them; ranks note their process ids in `folder`."""
 
     def __init__(
         self, folder: Path, fault: str | None = None, repeat: int = 1, pause_s: float = 0.0
@@ -159,22 +152,6 @@ def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
     ]
 
 
-def train_alone_before(folder: Path) -> None:
-    """Train here, on one device, and then in forked ranks; write what is said first."""
-    alone = {"accelerator": "cpu", "devices": 1, "max_steps": 1, **SILENT}
-    pl.Trainer(strategy=AutomodelStrategy(), **alone).fit(Launched(folder))
-    module = Launched(folder)
-    trainer = make_trainer(folder, start_method="fork")
-    try:
-        trainer.fit(module)
-    except RuntimeError as error:
-        refused = str(error)
-    destroy_global_state()
-    make_trainer(folder, start_method="fork").fit(module)
-    found = {"weights": module.model.state_dict(), "refused": refused}
-    torch.save(found, folder / "found.pt")
-
-
 def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
     """Train for long, unless a fault ends it; write the error that this process gets."""
     module = Launched(folder, fault, repeat=100000)
@@ -259,10 +236,7 @@ def program(
     is_script: bool = False,
     **options: Any,
 ) -> Iterator[BaseProcess]:
-    """Run `function(folder, **options)` as a program; its output goes to `folder / "log"`, or to a terminal.
-
-    Killed at the end. Where it is a script, ranks that it starts run that script.
-    """
+    """Run `function(folder, **options)` as a program, or as a script that its ranks run too; killed at the end."""
     context = forked()
     process = context.Process(target=_as_program, args=(function, folder, options, terminal, is_script))
     process.start()
@@ -295,12 +269,7 @@ if __name__ == "__main__":
 
 
 class Terminal:
-    """A terminal in which one program runs, with all that it prints.
-
-    Attributes:
-        name: What a program opens to run there.
-        slave: The same, open.
-    """
+    """A terminal in which one program runs, which opens `name`, with all that it prints."""
 
     def __init__(self) -> None:
         self._here, self.slave = os.openpty()
@@ -327,11 +296,7 @@ class Terminal:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once the condition holds.
-
-    Raises:
-        TimeoutError: If it does not within `PATIENCE_S`.
-    """
+    """Return once the condition holds; TimeoutError if it does not within `PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > end:

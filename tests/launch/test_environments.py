@@ -82,27 +82,22 @@ def kubeflow(rank: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
 
 
+NODES = {"devices": 1, "num_nodes": 2}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kubernetes": (
-        kubernetes,
-        {"settings": {"devices": 1, "num_nodes": 2}, "environment": "LightningEnvironment"},
-    ),
+    "kubernetes": (kubernetes, {"settings": NODES, "environment": "LightningEnvironment"}),
     "kubeflow": (
         kubeflow,
-        {"settings": {"devices": 1, "num_nodes": 2}, "environment": "KubeflowEnvironment", "kubeflow": True},
+        {"settings": NODES, "environment": "KubeflowEnvironment", "kubeflow": True},
     ),
+    "slurm": (slurm, {"settings": {"devices": 2}, "environment": "SLURMEnvironment"}),
 }
-SLURM: tuple[Any, dict[str, Any]] = (
-    slurm,
-    {"settings": {"devices": 2}, "environment": "SLURMEnvironment"},
-)
 
 
 def start_both(
     stack: ExitStack, folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any
 ) -> list[Any]:
     """Start two ranks that find themselves in the environment of this name."""
-    variables, fixed = CASES.get(name, SLURM)
+    variables, fixed = CASES[name]
     port = free_port()
     started = []
     for rank in range(2):
@@ -128,18 +123,20 @@ def run_both(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """Both ranks of every environment, and of the jobs under SLURM that a signal stops; two at a time."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Path, Future]]]:
+    """Both ranks of every selected environment, and of the jobs under SLURM that a signal stops; two at a time."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    what = {"requeued": requeue_under_slurm, "stopped": stop_under_slurm}
+    what |= {name: partial(run_both, name=name) for name in names}
     with ThreadPoolExecutor(max_workers=2) as executor:
-        folders = {name: tmp_path_factory.mktemp(name) for name in ("requeued", "stopped", *CASES)}
-        what = {"requeued": requeue_under_slurm, "stopped": stop_under_slurm}
-        yield {
-            name: (folder, executor.submit(what.get(name, partial(run_both, name=name)), folder))
-            for name, folder in folders.items()
-        }
+        folders = {name: tmp_path_factory.mktemp(name) for name in what}
+        yield {name: (folder, executor.submit(what[name], folder)) for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["kubeflow", pytest.param("kubernetes", marks=pytest.mark.sweep)])
 def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str) -> None:
     """They find each other, and train to the weights of one process; under SLURM, `test_requeueing_under_slurm`."""
     folder, future = runs[name]

@@ -12,8 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.launch.forks import ForkLauncher
 from tests.launch.launched import (
     PATIENCE_S,
@@ -27,12 +28,11 @@ from tests.launch.launched import (
     reference,
     run,
     train,
-    train_alone_before,
     train_and_fail,
     wait_until,
 )
-from tests.trainer.exactness import relative_error
-from tests.trainer.runs import CASE, SILENT, TOLERANCE
+from tests.trainer.exactness import micro_batches, relative_error
+from tests.trainer.runs import CASE, SILENT, TOLERANCE, LabelledModule
 
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
@@ -102,15 +102,6 @@ def results_in(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["loss"] > 0
     return found
-
-
-@pytest.mark.sweep
-def test_after_a_run_on_one_device(tmp_path: Path) -> None:
-    """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
-    assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
-    found = torch.load(tmp_path / "found.pt")
-    assert_exact(found["weights"])
-    assert "is in a process group" in found["refused"]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +187,19 @@ def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> Non
         UserWarning, match="start_method='fork' has no effect: LightningEnvironment says that"
     ):
         make_trainer("fork")
+
+
+def test_after_a_run_on_one_device() -> None:
+    """Forked ranks would be in the group that this process is in since then: it must leave it first."""
+    alone = {"accelerator": "cpu", "devices": 1, "max_steps": 1, **SILENT}
+    pl.Trainer(strategy=AutomodelStrategy(), **alone).fit(
+        LabelledModule(), DataLoader(micro_batches(CASE)[0], batch_size=None)
+    )
+    with pytest.raises(
+        RuntimeError, match=r"is in a process group.* call lightning_automodel\.destroy_global_state"
+    ):
+        make_trainer("fork").fit(LabelledModule(), [])
+    destroy_global_state()
 
 
 def test_second_fit_is_refused() -> None:

@@ -28,12 +28,7 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")  # in namespaces of their own, so the
 
 @dataclass(frozen=True)
 class NodeResult:
-    """How a node's launcher ended.
-
-    Attributes:
-        status: Its exit status.
-        output: What it and its ranks printed on both streams.
-    """
+    """How a node's launcher ended, and what it and its ranks printed."""
 
     status: int
     output: str
@@ -41,12 +36,7 @@ class NodeResult:
 
 @dataclass(frozen=True)
 class TwoNodes:
-    """The two nodes; their first is the one that hosts the rendezvous.
-
-    Attributes:
-        namespaces: Name of each node's network namespace.
-        devices: Name of each node's network device.
-    """
+    """The two nodes, by the names of their network namespaces and devices; the first hosts the rendezvous."""
 
     namespaces: tuple[str, str]
     devices: tuple[str, str]
@@ -56,14 +46,7 @@ class TwoNodes:
     ) -> list[NodeResult]:
         """Run `script` on both nodes by `torchrun --nnodes 2`; ranks 0, 1, ... are on the first node.
 
-        Args:
-            script: Python file that each rank runs, with the repository on its import path.
-            arguments: For the script.
-            ranks_per_node: Ranks on each node.
-            timeout_s: When to kill what still runs.
-
-        Raises:
-            TimeoutError: If a node has not ended by then; it carries what was printed.
+        TimeoutError with what was printed if a node has not ended by then.
         """
         port = self._free_port()
         launchers = [

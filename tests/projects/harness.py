@@ -64,23 +64,14 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.after = full_weights(pl_module)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.after = full_weights(pl_module)
+    on_test_end = on_train_end
 
 
 @dataclass
 class Run:
-    """What a project is given for one fit, or to load.
+    """What a project is given for one fit, or, if it ``loads``, to load and validate alone.
 
-    Attributes:
-        way: One of `WAYS`.
-        directory: For files; the checkpoint is `directory / "last.ckpt"`.
-        max_epochs: At which to stop.
-        ckpt_path: To resume from, or to load.
-        loads: Whether to load and validate alone.
-        is_ragged: Whether each rank has its data in two micro-batches of unequal size.
-        check: Compares the first steps with one process, from within; made with the strategy if
-            ``is_checked``.
+    If it ``is_ragged``, each rank has its data in two micro-batches of unequal size.
     """
 
     way: str
@@ -107,10 +98,7 @@ class Run:
         return self.is_ragged and self.num_ranks > 1
 
     def strategy(self, **options: Any) -> Any:
-        """What a user passes as Trainer(strategy=...), with what this project needs of ours.
-
-        ``find_unused_parameters=True`` is meant for all that replicate.
-        """
+        """What a user passes as Trainer(strategy=...); ``find_unused_parameters`` is for all that replicate."""
         if self.is_checked:
             told = {
                 name: value for name, value in options.items() if name in COUNTING and self.way not in OURS
