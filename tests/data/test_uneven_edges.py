@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -99,30 +98,39 @@ def test_a_step_that_draws_its_batches(pool2: RankPool) -> None:
         pool2.run(_draw_to_train, (4, 2))
 
 
-REDUCES: dict[str, Callable[..., Any]] = {
-    "on_validation_batch_end": lambda module, *_: module.log(
-        "x", 1.0, on_step=True, on_epoch=True, sync_dist=True
-    ),
-    "validation_step": lambda module, batch, _: module.log(
-        "x", module(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True
-    ),
-    "on_validation_batch_start": lambda module, *_: module.all_gather(torch.ones(1)),
-}
+class LogsInHook(LabelledModule):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.log("x", 1.0, on_step=True, on_epoch=True, sync_dist=True)
 
 
-def _reduce_in(where: str, counts: tuple[int, int]) -> None:
-    module = LabelledModule()
-    setattr(module, where, partial(REDUCES[where], module))
-    make_trainer(strategy()).validate(module, loader_of(counts), verbose=False)
+class LogsEachStep(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("x", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
+
+
+class GathersInHook(LabelledModule):
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.all_gather(torch.ones(1))
+
+
+def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
+    make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("where", REDUCES)
-def test_a_value_reduced_within_a_batch(pool2: RankPool, where: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [
+        (LogsInHook, "on_validation_batch_end"),
+        (LogsEachStep, "validation_step"),
+        (GathersInHook, "on_validation_batch_start"),
+    ],
+)
+def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
     with pytest.raises(RankError, match=f"within {where}, but not on rank 1, whose data has ended"):
-        pool2.run(_reduce_in, where, (4, 3))
-    assert pool2.run(_reduce_in, where, (3, 3)) == [None, None]
+        pool2.run(_reduce_in, module, (4, 3))
+    assert pool2.run(_reduce_in, module, (3, 3)) == [None, None]
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
