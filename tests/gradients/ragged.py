@@ -129,10 +129,8 @@ def micro_batch(window: int, rank: int, step: int, count: int) -> Batch:
     return features, labels
 
 
-def train_on_ranks(
-    layout: str, counts: Counts, clip_norm: float, defer: bool | str, weigh: bool = True
-) -> Outcome:
-    """Runs on every rank. `weigh=False` is what a naive loop does: mean losses over the micro-batches of a window."""
+def train_on_ranks(layout: str, counts: Counts, clip_norm: float, defer: bool | str) -> Outcome:
+    """Runs on every rank."""
     model = Holder(layout)
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -145,10 +143,9 @@ def train_on_ranks(
             features, labels = micro_batch(window, rank, step, count)
             with get_sync_ctx(model, step == len(by_rank[rank]) - 1, defer):
                 loss = F.cross_entropy(model(features), labels)
-                (loss * count if weigh else loss.nan_to_num() / len(by_rank[rank])).backward()
+                (loss * count).backward()
             store.append(torch.where(torch.tensor(count > 0), loss.detach() * count, 0.0))
-        if weigh:
-            rescale_gradients(model, torch.tensor(sum(by_rank[rank])), dist.group.WORLD)
+        rescale_gradients(model, torch.tensor(sum(by_rank[rank])), dist.group.WORLD)
         norms.append(clip_gradients(model, clip_norm).item())
         largest.append(max(full(p.grad).abs().max().item() for p in model.parameters()))
         loss_sum, denominator = reduce_loss(store, sum(by_rank[rank]), dp_group=dist.group.WORLD)

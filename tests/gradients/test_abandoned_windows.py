@@ -21,14 +21,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import assert_exact, full_weights, micro_batches
-from tests.trainer.runs import (
-    CASE,
-    STRATEGIES,
-    LabelledModule,
-    loader,
-    make_trainer,
-    train_plainly,
-)
+from tests.trainer.runs import CASE, STRATEGIES, LabelledModule, loader, make_trainer, train_plainly
 
 ALL_WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7]]
 
@@ -37,34 +30,28 @@ class InterruptionError(Exception):
     """Raised on purpose."""
 
 
-class RaisesInForward(LabelledModule):
-    interrupted = False
+class Raises(LabelledModule):
+    """Once, in the first window: in its second forward, after its second backward, or before its step."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def interrupt(self, where: str, batch_idx: int) -> None:
+        if (self.where, self.trainer.fit_loop.epoch_loop.batch_idx) == (where, batch_idx):
+            self.where = ""
+            raise InterruptionError
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and not self.interrupted:
-            self.interrupted = True
-            raise InterruptionError
+        self.interrupt("in forward", 1)
         return loss
 
-
-class RaisesAfterBackward(LabelledModule):
-    interrupted = False
-    backwards = 0
-
     def on_after_backward(self) -> None:
-        self.backwards += 1
-        if self.backwards == 2:
-            raise InterruptionError
-
-
-class RaisesBeforeStep(LabelledModule):
-    interrupted = False
+        self.interrupt("after backward", 1)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self.interrupted:
-            self.interrupted = True
-            raise InterruptionError
+        self.interrupt("before step", 2)
 
 
 class LosesItsStep(LabelledModule):
@@ -104,54 +91,39 @@ class TimeIsUp(Callback):
             trainer.should_stop = True
 
 
-def _abandon(way: str, options: dict[str, Any]) -> LabelledModule:
-    """Run a fit of three micro-batches a window that ends, or loses its window, before the first step."""
-    classes: dict[str, type[LabelledModule]] = {
-        "exception_in_forward": RaisesInForward,
-        "exception_after_backward": RaisesAfterBackward,
-        "exception_before_step": RaisesBeforeStep,
-        "skip_rest_of_epoch": SkipsRestOfEpoch,
-        "closure_never_called": NeverCallsClosure,
-        "closure_without_step": LosesItsStep,
-    }
-    module = classes.get(way, LabelledModule)()
+WAYS: dict[str, Callable[[], LabelledModule]] = {
+    "raises in forward": lambda: Raises("in forward"),
+    "raises after backward": lambda: Raises("after backward"),
+    "raises before step": lambda: Raises("before step"),
+    "time is up": LabelledModule,
+    "skips the rest of the epoch": SkipsRestOfEpoch,
+    "closure never called": NeverCallsClosure,
+    "closure without step": LosesItsStep,
+}
+
+
+def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a fit of three micro-batches a window that ends, or loses its window, before the first step; then another."""
+    module = WAYS[way]()
     trainer = make_trainer(
         AutomodelStrategy(**options),
         accumulate_grad_batches=3,
-        callbacks=[TimeIsUp()] if way == "time_is_up" else [],
+        callbacks=[TimeIsUp()] if way == "time is up" else [],
         limit_train_batches=3 if way.startswith("closure") else None,
     )
-    if way.startswith("exception") or way == "closure_never_called":
+    if way.startswith("raises") or way == "closure never called":
         # Lightning itself refuses an `optimizer_step` that never runs the closure. A rank that comes late hears of
         # the other's failure first.
         with pytest.raises((InterruptionError, MisconfigurationException, RankFailedError)):
             trainer.fit(module, loader())
     else:
         trainer.fit(module, loader())
-    if way.startswith("closure"):
-        module.steps_on = True
-    return module
-
-
-def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = _abandon(way, options)
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=3).fit(module, loader())
-    return full_weights(module.model)
+    module.steps_on = True
+    return _fit_module(lambda: module, options, 3)
 
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize(
-    "way",
-    [
-        "exception_in_forward",
-        "exception_after_backward",
-        "exception_before_step",
-        "time_is_up",
-        "skip_rest_of_epoch",
-        "closure_never_called",
-        "closure_without_step",
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_new_fit_is_unaffected(pool2: RankPool, way: str, options: dict[str, Any]) -> None:
     """Weights after an abandoned fit and a new one equal those of the new one alone."""
     expected = train_plainly(ALL_WINDOWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_automodel import clip_gradients
-from lightning_automodel.gradients.rescale_clip import clip_gradient_values
 from tests.gradients.ragged import TOLERANCE, full
 from tests.gradients.test_reductions import AllReduces
 from tests.rank_pool import RankPool
@@ -172,50 +168,3 @@ def test_sums_to_be_reduced(pool2: RankPool) -> None:
         assert returned == pytest.approx(norm, rel=TOLERANCE)
         for gradient, expected in zip(gradients, whole, strict=True):
             torch.testing.assert_close(gradient, expected / (norm + 1e-6), rtol=TOLERANCE, atol=0.0)
-
-
-def _clip_tensor_parallel() -> tuple[float, list[Tensor], float, list[Tensor]]:
-    """FSDP2 over tensor-parallel linears, and a copy that is whole."""
-    torch.manual_seed(5)
-    whole = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)).double()
-    model = copy.deepcopy(whole)
-    grid = _grid()
-    parallelize_module(model, grid["inner"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=grid["outer"])
-    features = torch.randn(3, 8, generator=torch.Generator().manual_seed(6)).double()
-    for each in (model, whole):
-        each(features).square().sum().backward()
-    norm = clip_gradients(model, 0.5)
-    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-    return (
-        norm.item(),
-        [full(p.grad) for p in model.parameters()],
-        expected.item(),
-        [p.grad for p in whole.parameters()],
-    )
-
-
-def test_fsdp2_over_tensor_parallel(pool4: RankPool) -> None:
-    """A dimension that both shard counts every element once, and every rank learns the same norm."""
-    for norm, gradients, expected_norm, expected in pool4.run(_clip_tensor_parallel):
-        assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
-        for gradient, value in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, value, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _clip_values(parameters: list[Parameter]) -> list[Tensor]:
-    grid = _grid()
-    clipped = []
-    for (layout, shape), gradient in zip(parameters, _full_gradients(parameters), strict=True):
-        clipped.append(nn.Parameter(_lay_out(torch.zeros(shape).double(), layout, grid)))
-        clipped[-1].grad = _lay_out(gradient, layout, grid)
-    clip_gradient_values(clipped, 0.3)
-    return [full(parameter.grad) for parameter in clipped]
-
-
-def test_values_are_clamped_shard_by_shard(pool4: RankPool) -> None:
-    """Every element of every layout lies within the bounds, and the others are untouched."""
-    parameters, _ = MIXTURES["everything"]
-    for gradients in pool4.run(_clip_values, parameters):
-        for gradient, original in zip(gradients, _full_gradients(parameters), strict=True):
-            assert gradient.equal(original.clamp(-0.3, 0.3))

@@ -1,8 +1,6 @@
-"""Gradients that users compute beside the strategy's own backward leave nothing behind, wherever they do it.
+"""Gradients that users compute beside the strategy's own backward, and that they use in it.
 
-Saliency, adversarial inputs, Grad-CAM, forces: each runs autograd while a window is open. What a window has
-deferred must neither be reduced early nor counted as older than the window. The reference is one process
-that never hears of it.
+`tests/search` draws gradients of inputs and parameters, and forwards, in each hook (`foreign`).
 """
 
 from __future__ import annotations
@@ -72,39 +70,7 @@ def batch_of(rank: int, index: int) -> Batch:
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
 
 
-# --- The gradients ----------------------------------------------------------------------------------------------------
-
-
-def of_inputs(net: Net, batch: Batch) -> Tensor:
-    """Saliency, and the direction of an adversarial step."""
-    inputs = batch[0].clone().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(F.cross_entropy(net(inputs), batch[1]), inputs)[0]
-
-
-def twice(net: Net, batch: Batch) -> Tensor:
-    """Two gradients through one forward."""
-    inputs = batch[0].clone().requires_grad_()
-    with torch.enable_grad():
-        logits = net(inputs)
-        first = torch.autograd.grad(logits[:, 0].sum(), inputs, retain_graph=True)[0]
-        return first + torch.autograd.grad(logits[:, 1].sum(), inputs)[0]
-
-
-def of_all_parameters(net: Net, batch: Batch) -> Tensor:
-    """First-order meta-learning: by parameters as the module shows them before the forward, which are shards."""
-    parameters = list(net.parameters())
-    with torch.enable_grad():
-        loss = F.cross_entropy(net(batch[0]), batch[1])
-        gradients = torch.autograd.grad(
-            loss, [*parameters, torch.ones(1, requires_grad=True)], allow_unused=True
-        )
-    assert gradients[-1] is None
-    assert [each.shape for each in gradients[:-1]] == [parameter.shape for parameter in parameters]
-    return gradients[0]
-
-
-def of_loss_and_penalty(net: Net, batch: Batch) -> Tensor:
+def of_loss_and_penalty(net: Net, batch: Batch) -> None:
     """The penalty is on parameters as the module shows them before the forward, the loss on what it gathers."""
     parameters = list(net.parameters())
     with torch.enable_grad():
@@ -114,50 +80,20 @@ def of_loss_and_penalty(net: Net, batch: Batch) -> Tensor:
         of_both = torch.autograd.grad(loss + penalty, parameters)
     for parameter, first, both in zip(parameters, of_loss, of_both, strict=True):
         assert (both - first - 2 * parameter.detach()).abs().max() < 1e-9
-    return of_both[0]
-
-
-GRADIENTS: dict[str, Callable[[Net, Batch], Tensor]] = {
-    f.__name__: f for f in (of_inputs, twice, of_all_parameters, of_loss_and_penalty)
-}
-
-
-# --- Where they are computed ------------------------------------------------------------------------------------------
 
 
 class Trains(LightningModule):
-    """Trains the net on its mean loss, and computes foreign gradients in one of its hooks."""
+    """Trains the net on its mean loss."""
 
-    def __init__(self, gradient: str, where: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = Net()
-        self.gradient = GRADIENTS[gradient]
-        self.where = where
-        self.computed = 0
-
-    def at(self, where: str, batch: Batch) -> None:
-        if where == self.where:
-            assert self.gradient(self.net, batch).abs().max() > 0
-            self.computed += 1
 
     def loss(self, batch: Batch) -> Tensor:
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.batch = batch
-        self.at("before the forward", batch)
-        loss = self.loss(batch)
-        self.at("after the forward", batch)
-        return loss
-
-    def on_after_backward(self) -> None:
-        self.at("on_after_backward", self.batch)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.at("on_before_optimizer_step", self.batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.at("on_train_batch_end", batch)
+        return self.loss(batch)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(
@@ -168,36 +104,12 @@ class Trains(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-class ByHand(Trains):
-    """The same under manual optimization."""
-
-    def __init__(self, gradient: str, where: str) -> None:
-        super().__init__(gradient, where)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        is_last = (batch_idx + 1) % ACCUMULATE == 0
-        self.batch = batch
-        self.at("before the forward", batch)
-        with optimizer.toggle_model(sync_grad=is_last):
-            loss = self.loss(batch)
-            self.at("after the forward", batch)
-            self.manual_backward(loss)
-            self.at("after a manual backward", batch)
-        self.at("between backwards", batch)
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def fit(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
     trainer = make_trainer(
         AutomodelStrategy(count="samples", **options),
-        accumulate_grad_batches=accumulate if module.automatic_optimization else 1,
+        accumulate_grad_batches=accumulate,
     )
     trainer.fit(module)
-    assert module.computed
     return full_weights(module.net)
 
 
@@ -230,33 +142,39 @@ def plainly(
     return full_weights(net)
 
 
-BESIDE = [
-    # What, where, by hand or not, the layout, and micro-batches a window. The search draws others: `FOUND` and
-    # `NAMED` of `tests/search/test_search.py` have gradients of inputs in each hook, and forwards beside the step.
-    ("twice", "on_after_backward", Trains, "resharded", 2),
-    ("of_inputs", "between backwards", ByHand, "kept", 2),
-    ("of_all_parameters", "before the forward", Trains, "kept", 2),
-    ("of_loss_and_penalty", "on_train_batch_end", Trains, "resharded", 2),
-    ("of_loss_and_penalty", "before the forward", Trains, "kept", 2),
-    ("of_inputs", "on_before_optimizer_step", Trains, "checkpointed", 2),
-    ("of_all_parameters", "after the forward", Trains, "hsdp all_reduce", 2),
-    ("twice", "after a manual backward", ByHand, "hsdp resharded", 2),
-    ("of_loss_and_penalty", "after the forward", Trains, "ddp", 2),
-]
+class LooksBeside(Trains):
+    """Computes gradients before its forward or behind it."""
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.is_first:
+            of_loss_and_penalty(self.net, batch)
+        loss = self.loss(batch)
+        if not self.is_first:
+            of_loss_and_penalty(self.net, batch)
+        return loss
 
 
-def _beside(
-    gradient: str, where: str, make: type[Trains], layout: str, accumulate: int
-) -> dict[str, Tensor]:
-    return fit(make(gradient, where), LAYOUTS[layout], accumulate)
+def _beside(is_first: bool, layout: str) -> dict[str, Tensor]:
+    return fit(LooksBeside(is_first), LAYOUTS[layout], ACCUMULATE)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("case", first_by_default([(case,) for case in BESIDE], 5))
-def test_gradients_beside_the_backward(pool2: RankPool, pool4: RankPool, case: tuple[Any, ...]) -> None:
-    pool = pool4 if "hsdp" in case[3] else pool2
-    expected = plainly(case[4], pool.num_ranks)
-    assert_exact(pool.run(_beside, *case), expected)
+@pytest.mark.parametrize(
+    ("is_first", "layout"),
+    first_by_default(
+        [(True, "kept"), (False, "ddp"), (False, "checkpointed"), (True, "hsdp all_reduce")], 2
+    ),
+)
+def test_gradients_by_shards_and_gathered_parameters(
+    pool2: RankPool, pool4: RankPool, is_first: bool, layout: str
+) -> None:
+    """In one call, while a window is open: both are right, and training is what it is without."""
+    pool = pool4 if "hsdp" in layout else pool2
+    assert_exact(pool.run(_beside, is_first, layout), plainly(ACCUMULATE, pool.num_ranks))
 
 
 # --- Gradients that training uses -------------------------------------------------------------------------------------
@@ -266,7 +184,6 @@ def by_plain_backward(net: Net, batch: Batch) -> Tensor:
     """[b] losses of adversarial inputs, as people wrote it first: weights get gradients too."""
     inputs = batch[0].clone().requires_grad_()
     F.cross_entropy(net(inputs), batch[1]).backward()
-    assert inputs.grad is not None
     moved = batch[0] + 0.1 * inputs.grad.sign()
     return F.cross_entropy(net(moved), batch[1], reduction="none")
 
@@ -285,65 +202,31 @@ class Uses(Trains):
     """Adds what ``USED`` makes of foreign gradients to the loss."""
 
     def __init__(self, used: str) -> None:
-        super().__init__("of_inputs", "nowhere")
+        super().__init__()
         self.used = USED[used]
-        self.computed = 1
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.batch = batch
         return self.loss(batch) + self.used(self.net, batch).mean()
 
 
-class UsesByHand(Uses):
-    def __init__(self, used: str) -> None:
-        super().__init__(used)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        is_last = (batch_idx + 1) % ACCUMULATE == 0
-        with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(super().training_step(batch, batch_idx))
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _using(used: str, by_hand: bool, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
-    module = UsesByHand(used) if by_hand else Uses(used)
+def _using(used: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
     try:
-        return fit(module, options, accumulate)
+        return fit(Uses(used), options, accumulate)
     except RuntimeError as error:
         return str(error)
 
 
-FREED = "A backward needed parameters that FSDP2 had freed"
-
-
-USES = {
-    f"{'by hand' if by_hand else 'automatic'}, {layout}": (by_hand, layout)
-    for by_hand in (False, True)
-    for layout in LAYOUTS
-}
-
-
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "case", by_default(USES, "automatic, kept", "automatic, resharded", "by hand, undeferred")
-)
-def test_gradients_that_training_differentiates(
-    pool2: RankPool, pool4: RankPool, case: tuple[bool, str]
-) -> None:
+@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "resharded", "kept"))
+def test_gradients_that_training_differentiates(pool2: RankPool, pool4: RankPool, layout: str) -> None:
     """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
-    by_hand, layout = case
     options = LAYOUTS[layout]
     pool = pool4 if "hsdp" in layout else pool2
     expected = plainly(ACCUMULATE, pool.num_ranks, penalty)
-    frees = options.get("reshard_during_accumulation", by_hand)  # by hand, "auto" does
-    for found in pool.run(_using, "penalty", by_hand, options, ACCUMULATE):
-        if frees and layout != "ddp":
+    for found in pool.run(_using, "penalty", options, ACCUMULATE):
+        if options.get("reshard_during_accumulation", False):
             assert isinstance(found, str)
-            assert FREED in found
+            assert "A backward needed parameters that FSDP2 had freed" in found
             assert "reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
@@ -354,27 +237,16 @@ def test_gradients_that_training_differentiates(
 def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: str) -> None:
     """Refused with a remedy, which "penalty" with "checkpointed" layouts trains."""
     options = {"data_parallel": engine, "activation_checkpointing": "selective"}
-    for message in pool2.run(_using, "penalty", False, options, 1):
+    for message in pool2.run(_using, "penalty", options, 1):
         assert "Pass activation_checkpointing=True" in message
-
-
-def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> None:
-    """As adversarial training was first written. Lightning zeroes what it gives to weights before the real backward."""
-    expected = plainly(1, adds=by_plain_backward)
-    for found in pool2.run(_using, "by_plain_backward", False, {}, 1):
-        assert not isinstance(found, str), found
-        assert weight_error(found, expected) <= TOLERANCE
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_plain_backward_in_mid_window(
-    pool2: RankPool, pool4: RankPool, by_hand: bool, options: dict[str, Any]
-) -> None:
+def test_a_plain_backward_in_mid_window(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
     """Its gradients would join those of the window, and under DDP differ by rank."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
-    for message in pool.run(_using, "by_plain_backward", by_hand, options, ACCUMULATE):
+    for message in pool.run(_using, "by_plain_backward", options, ACCUMULATE):
         assert isinstance(message, str)
         assert "A plain loss.backward() in the middle of an accumulation window" in message
         assert "torch.autograd.grad(loss, inputs)" in message
@@ -389,14 +261,12 @@ class TrainsParts(Trains):
     """Names the parameters that a backward trains, as a GAN may without toggling."""
 
     def __init__(self, only_first: bool) -> None:
-        super().__init__("of_inputs", "nowhere")
+        super().__init__()
         self.automatic_optimization = False
         self.only_first = only_first
-        self.computed = 1
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
-        self.batch = batch
         optimizer.zero_grad()
         trained = _first_parts(self.net) if self.only_first else self.net.parameters()
         self.manual_backward(self.loss(batch), inputs=list(trained))

@@ -115,14 +115,24 @@ def test_overflow_that_ranks_do_not_agree_on(pool2: RankPool) -> None:
     assert (first, second) == (INIT_SCALE, INIT_SCALE / 2)
 
 
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str, Any]) -> None:
+class Fused(WideLossModule):
+    """With the kind of optimizer that would unscale for itself, for which Lightning refuses to clip."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("make_module", "options"), [(WideLossModule, {}), (Fused, {}), (Fused, DDP)])
+def test_a_scale_that_changes_with_each_step(
+    pool2: RankPool, make_module: Any, options: dict[str, Any]
+) -> None:
     """It doubles three times; clipping and the reported norm see unscaled gradients."""
     norms: list[float] = []
     clip = functools.partial(_clip_and_note, norms=norms)
     expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), clip=clip)
     settings = {"gradient_clip_val": 0.1}
-    for weights, scale, norm in pool2.run(_fit, WideLossModule, options, settings, SCALER):
+    for weights, scale, norm in pool2.run(_fit, make_module, options, settings, SCALER):
         assert scale == INIT_SCALE * 8
         assert abs(norm - norms[-1]) <= SAME * norms[-1]
         assert weight_error(weights, expected) <= SAME
@@ -130,29 +140,11 @@ def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str,
     assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
 
 
-class ManualWindows(WideLossModule):
-    """Accumulates by hand, so that nothing tells how many micro-batches a window will have."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        is_last = (batch_idx + 1) % ACCUMULATE == 0 or batch_idx + 1 == CASE.num_batches
-        with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(self(batch))
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("make_module", [WideLossModule, ManualWindows])
-def test_the_first_window_stays_in_range(pool2: RankPool, make_module: type[WideLossModule]) -> None:
-    """At the largest scale that the means of this data bear, no step is skipped, however a window is made."""
-    settings = {} if make_module is WideLossModule else {"accumulate_grad_batches": 1}
+def test_the_first_window_stays_in_range(pool2: RankPool) -> None:
+    """At the largest scale that the means of this data bear, no step is skipped."""
     scaler = {**FIXED, "init_scale": 2.0**18}
     expected = loop("16-mixed", "fsdp2")
-    for weights, scale, _ in pool2.run(_fit, make_module, {}, settings, scaler):
+    for weights, scale, _ in pool2.run(_fit, WideLossModule, {}, {}, scaler):
         assert scale == 2.0**18
         assert weight_error(weights, expected) <= SAME
 
@@ -161,41 +153,14 @@ def _clip_and_note(parameters: list[nn.Parameter], norms: list[float]) -> None:
     norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
 
 
-class Unfused(WideLossModule):
-    """Adam with an epsilon so large that it does not hide the size of a gradient."""
-
-    fused = False
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE, eps=1.0, fused=self.fused)
-
-
-class Fused(Unfused):
-    """The kind of optimizer that would unscale for itself."""
-
-    fused = True
-
-
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_fused_optimizers_clip_too(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Lightning refuses that, because they unscale inside of their step."""
-    settings = {"gradient_clip_val": 0.1}
-    unfused, _ = pool2.run(_fit, Unfused, options, settings, SCALER)
-    unclipped, _ = pool2.run(_fit, Unfused, options, {}, SCALER)
-    for weights, scale, norm in pool2.run(_fit, Fused, options, settings, SCALER):
-        assert (scale, float(norm)) == (unfused[1], pytest.approx(float(unfused[2]), rel=SAME))
-        assert weight_error(weights, unfused[0]) <= SAME
-    assert weight_error(unclipped[0], unfused[0]) > 100 * SAME
-
-
 class TwoOptimizers(WideLossModule):
     """Windows of two optimizers that lie across each other's steps: clipped first, stepped later, in turn."""
 
+    automatic_optimization = False
     fused = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.automatic_optimization = False
         self.noted: list[float] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -224,9 +189,7 @@ def local(tensor: Tensor) -> Tensor:
 class ScalesByHand(WideLossModule):
     """A plain backward on a loss that the user has scaled: the step unscales it, once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -236,20 +199,20 @@ class ScalesByHand(WideLossModule):
             self.manual_backward(self(batch))
         else:
             scaler.scale(self(batch)).backward()
-        self.seen = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
+        seen = self.largest()
         optimizer.step()
-        self.noted = max(
-            float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel()
-        )
-        assert self.noted == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
+        self.noted = self.largest()
+        assert self.noted == pytest.approx(seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
+
+    def largest(self) -> float:
+        parts = [local(parameter.grad) for parameter in self.parameters()]
+        return max(float(part.abs().max()) for part in parts if part.numel())
 
 
 class AddsNotedGradients(WideLossModule):
     """Gradient surgery, as PCGrad's: notes final gradients, zeroes them, and writes back what it makes of them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

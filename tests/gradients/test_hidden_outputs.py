@@ -1,8 +1,8 @@
 """A loss on something else than the tensors that a unit returns, as FSDP2 sees them, is right or refused.
 
 FSDP2 gathers a freed unit again when a gradient reaches what its forward has returned. It does not see
-features that a forward hook has kept, tensors inside of a distribution or another object, nor a view that
-was changed in place. Where parameters stay gathered, that does not matter; else the error names the option.
+features that a forward hook or the module has kept, nor a view that was changed in place. Where parameters
+stay gathered, that does not matter; else the error names the option.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tests.rank_pool import RankPool
@@ -51,28 +50,6 @@ class Perceptual(nn.Module):
         with torch.no_grad():
             wanted = self.features(inputs)
         return torch.stack([(a - b).square().sum(1) for a, b in zip(made, wanted, strict=True)]).sum(0)
-
-
-class Policy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> torch.distributions.Normal:
-        return torch.distributions.Normal(self.mean(hidden), F.softplus(self.scale(hidden)))
-
-
-class Distribution(nn.Module):
-    """A policy returns a distribution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(block())
-        self.policies = nn.ModuleList([Policy()])
-
-    def losses(self, inputs: Tensor) -> Tensor:
-        return -self.policies[0](self.body(inputs)).log_prob(inputs).sum(1)
 
 
 class Half(nn.Module):
@@ -138,7 +115,7 @@ class Watched(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    model.__name__: model for model in (Perceptual, Distribution, Views, Stored, Watched)
+    model.__name__: model for model in (Perceptual, Views, Stored, Watched)
 }
 
 
@@ -174,13 +151,9 @@ for _layout in ("checkpointed", "kept, checkpointed"):
 DEFAULT = (
     "Perceptual, resharded",
     "Perceptual, by hand",
-    "Distribution, by hand",
     "Views, by hand",
     "Watched, resharded",
-    "Watched, by hand",
     "Stored, by hand, kept",
-    "Perceptual, kept",
-    "Stored, resharded",
 )
 
 

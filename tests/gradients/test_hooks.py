@@ -29,7 +29,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 WITHOUT_GAPS = replace(CASE, gap="none")
@@ -113,10 +113,6 @@ class Clips(ModelModule):
         self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
     ) -> None:
         match self.way:
-            case "differently":
-                self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
-            case "strategy":
-                self.trainer.strategy.clip_gradients(optimizer, CLIP)
             case "values, strategy":
                 self.trainer.strategy.clip_gradients(optimizer, CLIP_VALUE, "value")
             case "by hand":
@@ -138,8 +134,6 @@ class TorchClippingPrecision(Precision):
 
 
 WAYS: dict[str, Any] = {
-    "differently": by_value(CLIP_VALUE),
-    "strategy": by_norm(CLIP),
     "values, strategy": by_value(CLIP_VALUE),
     "by hand": _halve,
     "never": lambda parameters: None,
@@ -151,7 +145,7 @@ def _clip_in_every_way(options: dict[str, Any]) -> list[dict[str, Tensor]]:
     found = []
     for way in WAYS:
         module = Clips(decoder(), way)
-        fit(module, options, gradient_clip_val=None if way == "differently" else 0.3)
+        fit(module, options, gradient_clip_val=0.3)
         found.append(full_weights(module.model))
     for plugin in PLUGINS:
         module = ModelModule(decoder())
@@ -263,13 +257,11 @@ def _explode(where: str, options: dict[str, Any], trainer_options: dict[str, Any
 @pytest.mark.parametrize(
     ("where", "trainer_options"),
     [
-        ("loss", {}),
-        ("loss", {"gradient_clip_val": CLIP}),
-        ("loss", {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"}),
-        ("hook", {"gradient_clip_val": CLIP}),
         ("hook", {}),
+        ("hook", {"gradient_clip_val": CLIP}),
+        ("loss", {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"}),
     ],
-    ids=["loss", "loss-norm", "loss-value", "hook-norm", "hook"],
+    ids=["hook", "hook-norm", "loss-value"],
 )
 def test_error_if_nonfinite(
     pool2: RankPool, where: str, trainer_options: dict[str, Any], options: dict[str, Any]
@@ -318,40 +310,31 @@ class Reports(Callback):
 
 def _reported_norms(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[Any]:
     reports = Reports()
-    trainer = fit(ModelModule(decoder()), options, callbacks=[reports], **trainer_options)
-    assert all(v is None or v.ndim == 0 for v in vars(trainer.strategy.last_step).values())
+    fit(ModelModule(decoder()), options, callbacks=[reports], **trainer_options)
     return reports.norms
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("more", "trainer_options", "has_norm"),
+    ("options", "trainer_options", "has_norm"),
     [
         ({"track_grad_norm": True}, {"gradient_clip_val": 1e9, "gradient_clip_algorithm": "value"}, True),
+        ({"data_parallel": "ddp"}, {"gradient_clip_val": 1e9}, True),
         ({}, {}, False),
-        ({}, {"gradient_clip_val": 1e9}, True),
     ],
 )
 def test_norm_of_the_last_step(
-    pool2: RankPool,
-    more: dict[str, Any],
-    trainer_options: dict[str, Any],
-    has_norm: bool,
-    options: dict[str, Any],
+    pool2: RankPool, options: dict[str, Any], trainer_options: dict[str, Any], has_norm: bool
 ) -> None:
     """No report before the first step, then the newest one's norm where it was asked for."""
-    gradients = train_model_plainly(decoder(), ACCUMULATE)
-    first, second, third = (
-        math.sqrt(sum(float(g.square().sum()) for g in step.values())) if has_norm else None
-        for step in gradients
-    )
-    for norms in pool2.run(_reported_norms, options | more, trainer_options):
-        assert norms == [
-            *["no report"] * 2,
-            *[pytest.approx(first, rel=TOLERANCE)] * 3,
-            *[pytest.approx(second, rel=TOLERANCE)] * 2,
-            pytest.approx(third, rel=TOLERANCE),
-        ]
+    expected: list[Any] = [None] * 3
+    if has_norm:
+        gradients = train_model_plainly(decoder(), ACCUMULATE)
+        norms = [math.sqrt(sum(float(g.square().sum()) for g in step.values())) for step in gradients]
+        expected = [pytest.approx(norm, rel=TOLERANCE) for norm in norms]
+    first, second, third = expected
+    for found in pool2.run(_reported_norms, options, trainer_options):
+        assert found == [*["no report"] * 2, *[first] * 3, *[second] * 2, third]
 
 
 class SeesOutputs(Callback):
@@ -370,48 +353,37 @@ class SeesOutputs(Callback):
 
 
 class Returns(ModelModule):
-    """Returns a bare loss, or a dict with more in it."""
+    """Returns a dict with more than the loss in it."""
 
-    def __init__(self, model: nn.Module, kind: str, reduction: str) -> None:
+    def __init__(self, model: nn.Module, reduction: str) -> None:
         super().__init__(model)
-        self.kind = kind
         self.reduction = reduction
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = mean_loss(self.model, batch, self.reduction)
-        if self.kind == "tensor":
-            return loss
-        extra = {
-            "num_label_tokens": (batch["labels"] != -100).sum(),
-            "rows": len(batch["labels"]),
-            "twice": 2 * loss,
-        }
-        return {"loss": loss, **extra}
+        count = (batch["labels"] != -100).sum()
+        return {"loss": loss, "num_label_tokens": count, "rows": len(batch["labels"]), "twice": 2 * loss}
 
 
-def _outputs_seen(make_strategy: str, kind: str, reduction: str) -> tuple[list[Any], list[Tensor]]:
+def _outputs_seen(engine: str, reduction: str) -> tuple[list[Any], list[Tensor]]:
     strategy: Any = DDPStrategy()
-    if make_strategy != "lightning":
-        strategy = AutomodelStrategy(data_parallel=make_strategy, loss_reduction=reduction)
+    if engine != "lightning":
+        strategy = AutomodelStrategy(data_parallel=engine, loss_reduction=reduction)
     sees = SeesOutputs()
-    trainer = make_trainer(
-        strategy, accumulate_grad_batches=ACCUMULATE, limit_train_batches=2, callbacks=[sees]
-    )
-    trainer.fit(Returns(decoder(), kind, reduction), loader(WITHOUT_GAPS))
+    settings = {"accumulate_grad_batches": ACCUMULATE, "limit_train_batches": 2, "callbacks": [sees]}
+    make_trainer(strategy, **settings).fit(Returns(decoder(), reduction), loader(WITHOUT_GAPS))
     return sees.outputs, sees.losses
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["tensor", "dict"])
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_callbacks_see_what_they_see_under_ddp_strategy(
-    pool2: RankPool, engine: str, kind: str, reduction: str
+    pool2: RankPool, engine: str, reduction: str
 ) -> None:
     """Keys, types, graph and values of outputs, and the loss before backward, are Lightning's."""
-    expected_by_rank = pool2.run(_outputs_seen, "lightning", kind, reduction)
-    for (outputs, losses), (wanted, wanted_losses) in zip(
-        pool2.run(_outputs_seen, engine, kind, reduction), expected_by_rank, strict=True
-    ):
+    expected_by_rank = pool2.run(_outputs_seen, "lightning", reduction)
+    found_by_rank = pool2.run(_outputs_seen, engine, reduction)
+    for (outputs, losses), (wanted, wanted_losses) in zip(found_by_rank, expected_by_rank, strict=True):
         assert [list(output) for output in outputs] == [list(output) for output in wanted]
         for output, expected in zip(outputs, wanted, strict=True):
             for name, value in expected.items():
@@ -425,7 +397,7 @@ def test_callbacks_see_what_they_see_under_ddp_strategy(
 
 
 class Logs(ModelModule):
-    """Logs 1 on rank 0 and 4 on rank 1, from batches of 1 and of 2, in training and in validation."""
+    """Logs 1 on rank 0 and 4 on rank 1, from batches of 1 and of 2, in training and in validation; and norms."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._log("train")
@@ -436,50 +408,41 @@ class Logs(ModelModule):
 
     def _log(self, name: str) -> None:
         rank = dist.get_rank()
-        value = torch.tensor(1.0 + 3 * rank)
-        self.log(name, value, sync_dist=True, batch_size=1 + rank, on_step=False, on_epoch=True)
-        self.log(f"{name}_constant", 1.0, sync_dist=True, batch_size=1 + rank, on_step=False, on_epoch=True)
+        settings = {"sync_dist": True, "batch_size": 1 + rank, "on_step": False, "on_epoch": True}
+        self.log(name, torch.tensor(1.0 + 3 * rank), **settings)
+        self.log(f"{name}_constant", 1.0, **settings)
 
-
-def _logged(options: dict[str, Any]) -> dict[str, float]:
-    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=2)
-    trainer.fit(Logs(decoder()), loader(), loader())
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_logged_means_weigh_batch_sizes(pool2: RankPool, options: dict[str, Any]) -> None:
-    """(1 x 1 + 2 x 4) / 3, and a constant is itself: Lightning floors the mean of the batch sizes 1 and 2 to 1."""
-    for logged in pool2.run(_logged, options):
-        assert logged == pytest.approx(
-            {"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1}
-        )
-
-
-class LogsNorms(ModelModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        grad = next(iter(self.model.parameters())).grad
-        assert grad is not None
-        norm = grad.norm()
+        norm = next(iter(self.model.parameters())).grad.norm()
         self.log("norm", norm)
         self.log("mean_norm", norm, sync_dist=True)
         self.log_dict({"summed": norm, "other": 1.0}, sync_dist=True, reduce_fx="sum")
         self.reduced = self.trainer.strategy.reduce(norm, reduce_op="sum")
-        self.norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _log(options: dict[str, Any]) -> tuple[dict[str, float], float, float]:
-    module = LogsNorms(decoder())
-    trainer = make_trainer(AutomodelStrategy(**options), max_steps=1)
-    trainer.fit(module, loader())
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return metrics, module.reduced.item(), module.norm
+def _logged(options: dict[str, Any]) -> tuple[dict[str, float], float, float]:
+    module = Logs(decoder())
+    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=2)
+    trainer.fit(module, loader(), loader())
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, float(module.reduced), float(module.norm)
 
 
-@pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
-def test_logged_reductions_are_of_all_shards(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Reductions of FSDP2 gradients are those of the whole gradient, on every rank."""
-    for metrics, reduced, norm in pool2.run(_log, options):
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_logged_values(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Means weigh batch sizes: (1 x 1 + 2 x 4) / 3, and a constant is itself. Norms are those of all shards.
+
+    Lightning floors the mean of the batch sizes 1 and 2 to 1.
+    """
+    for metrics, reduced, norm in pool2.run(_logged, options):
+        means = {
+            name: metrics.pop(name) for name in list(metrics) if name.startswith(("train", "validation"))
+        }
+        assert means == pytest.approx(
+            {"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1}
+        )
         assert norm > 0
-        assert (metrics["norm"], metrics["mean_norm"]) == (pytest.approx(norm), pytest.approx(norm))
-        assert (metrics["summed"], reduced) == (pytest.approx(2 * norm), pytest.approx(2 * norm))
+        assert metrics | {"reduced": reduced} == pytest.approx(
+            {"norm": norm, "mean_norm": norm, "summed": 2 * norm, "other": 2, "reduced": 2 * norm}
+        )

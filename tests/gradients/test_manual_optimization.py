@@ -10,27 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import (
-    TinyDecoder,
-    assert_exact,
-    full_weights,
-    weight_error,
-)
-from tests.trainer.plain import plain_weights, sgd
-from tests.trainer.runs import (
-    CASE,
-    TOLERANCE,
-    ManualModule,
-    loader,
-    make_trainer,
-    train_plainly,
-)
+from tests.trainer.exactness import full_weights, weight_error
+from tests.trainer.runs import CASE, TOLERANCE, ManualModule, loader, make_trainer, train_plainly
 
 TWO_ROWS = replace(CASE, ragged=False)
 
@@ -96,51 +81,3 @@ def test_backwards_that_may_be_of_the_whole_batch(
         assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
             rank == 0 and counted is not None
         )
-
-
-class UsesRightFirst(LightningModule):
-    """Two children, hence two FSDP roots; the second takes part in the first micro-batch of each window only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.left = TinyDecoder(1).double()
-        self.right = TinyDecoder(2).double()
-
-    def loss(self, batch: Any, with_right: bool, reduction: str = "mean") -> Tensor:
-        logits = self.left(batch["input_ids"])
-        if with_right:
-            logits = logits + self.right(batch["input_ids"])
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        last = batch_idx % 2 == 1
-        with optimizer.toggle_model(sync_grad=last):
-            self.manual_backward(
-                self.loss(batch, not last), num_label_tokens=(batch["labels"] != -100).sum()
-            )
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self)
-
-
-def _right_first_sums(module: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    return module.loss(batch, module.step % 2 == 0, "sum"), (batch["labels"] != -100).sum()
-
-
-def _fit_right_first() -> dict[str, Tensor]:
-    module = UsesRightFirst()
-    make_trainer(AutomodelStrategy()).fit(module, loader())
-    return full_weights(module)
-
-
-def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
-    """What a root has deferred is reduced at the end of the window, although the last backward does not reach it."""
-    expected = plain_weights(UsesRightFirst(), 2, sums=_right_first_sums)
-    assert_exact(pool2.run(_fit_right_first), expected)

@@ -1,7 +1,7 @@
-"""What happens in the middle of a window changes nothing, and never sees stale gathered parameters.
+"""Weights that are swapped in the middle of a window change nothing, and no forward sees stale gathered parameters.
 
 Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which
-knows nothing of the validation or swap in between. `tests/search` draws checkpoints and forwards there.
+knows nothing of the swap. `tests/search` draws validations, checkpoints and forwards there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import (
-    TinyDecoder,
-    full_weights,
-    micro_batches,
-    relative_error,
-    weight_error,
-)
+from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.runs import (
     CASE,
     STRATEGIES,
@@ -66,19 +60,6 @@ class Swaps(Callback):
                     parameter.copy_(weight)
 
 
-class SwapsForValidation(Callback):
-    """Validates with averaged weights."""
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.backup = [parameter.detach().clone() for parameter in pl_module.parameters()]
-        for parameter in pl_module.parameters():
-            parameter.data.mul_(SWAPPED_BY)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        for parameter, weight in zip(pl_module.parameters(), self.backup, strict=True):
-            parameter.data.copy_(weight)
-
-
 class ShardedByHand(LabelledModule):
     """Shards its decoder itself, so that the strategy finds a root that it did not make."""
 
@@ -89,27 +70,20 @@ class ShardedByHand(LabelledModule):
 
 
 def _fit_with(
-    event: str, options: dict[str, Any], make_module: type[LabelledModule]
+    through_data: bool, options: dict[str, Any], make_module: type[LabelledModule]
 ) -> tuple[dict[str, Tensor], list[float], set[str]]:
     module = make_module()
-    swaps = Swaps(through_data=event == "swap_data")
-    validates = event == "validation_with_swap"
-    trainer = make_trainer(
-        AutomodelStrategy(**options),
-        accumulate_grad_batches=4,
-        callbacks=[SwapsForValidation() if validates else swaps],
-        val_check_interval=1 if validates else 1.0,
-    )
-    trainer.fit(module, loader(), loader() if validates else None)
+    swaps = Swaps(through_data)
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[swaps])
+    trainer.fit(module, loader())
     return full_weights(module.model), swaps.losses, swaps.kinds
 
 
-@pytest.mark.parametrize("make_module", [LabelledModule, ShardedByHand])
+@pytest.mark.every_case
 @pytest.mark.parametrize("options", by_default(STRATEGIES, "kept"))
-@pytest.mark.parametrize("event", ["validation_with_swap", "swap", "swap_data"])
-@pytest.mark.each_value
+@pytest.mark.parametrize(("through_data", "make_module"), [(False, LabelledModule), (True, ShardedByHand)])
 def test_changes_nothing(
-    pool2: RankPool, event: str, options: dict[str, Any], make_module: type[LabelledModule]
+    pool2: RankPool, through_data: bool, options: dict[str, Any], make_module: type[LabelledModule]
 ) -> None:
     """Training goes on as if nothing had happened; a forward with swapped weights really uses them.
 
@@ -118,13 +92,12 @@ def test_changes_nothing(
     if make_module is ShardedByHand and "data_parallel" in options:
         pytest.skip("it shards by FSDP2")
     expected = train_plainly(WINDOWS)
-    for weights, losses, kinds in pool2.run(_fit_with, event, options, make_module):
+    for weights, losses, kinds in pool2.run(_fit_with, through_data, options, make_module):
         assert weight_error(weights, expected) <= TOLERANCE
-        if event != "validation_with_swap":
-            assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
-            assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
-            assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
-            assert kinds == {"Parameter" if "data_parallel" in options else Shard.__name__}
+        assert relative_error(losses[0], _loss_with_swapped_initial_weights()) <= TOLERANCE
+        assert losses[:3] == [losses[0]] * 3, "weights do not change within a window"
+        assert losses[3] != losses[2], "the optimizer steps after the fourth micro-batch"
+        assert kinds == {"Parameter" if "data_parallel" in options else Shard.__name__}
 
 
 def _loss_with_swapped_initial_weights() -> float:

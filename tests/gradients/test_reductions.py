@@ -33,68 +33,52 @@ class AllReduces(TorchDispatchMode):
 
 
 def _reduce(
-    losses: list[list[float]], counts: list[Any], dtype: torch.dtype, **kwargs: Any
+    losses: list[list[float]], counts: list[Any], dtype: torch.dtype, per_token_loss: bool
 ) -> tuple[Tensor, ...]:
     """Runs on every rank: its own losses and count, over the world."""
     rank = dist.get_rank()
     store = [torch.tensor(loss, dtype=dtype) for loss in losses[rank]]
     with AllReduces() as seen:
-        loss, denominator = reduce_loss(store, counts[rank], dp_group=dist.group.WORLD, **kwargs)
+        loss, denominator = reduce_loss(store, counts[rank], per_token_loss, dist.group.WORLD)
     assert (seen.count, seen.others) == (1, 0)
     assert [loss.item() for loss in store] == torch.tensor(losses[rank], dtype=dtype).tolist()
     return loss, denominator
 
 
 LOSSES = [[1 / 3, 2.0, 5.5], [1 / 7]]
-
-
-@pytest.mark.parametrize("counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)]])
-@pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 7), (False, 4)])
-def test_losses_and_denominators_are_summed(
-    pool2: RankPool, counts: list[Any], per_token_loss: bool, denominator: int
-) -> None:
-    """Neither is divided: the sum of unequally many losses, and of tokens or of micro-batches, on every rank."""
-    for loss, total in pool2.run(_reduce, LOSSES, counts, torch.float64, per_token_loss=per_token_loss):
-        assert (loss.shape, loss.dtype, total.shape, total.dtype) == ((), torch.float64, (), torch.int64)
-        assert loss.item() == pytest.approx(sum(map(sum, LOSSES)), rel=1e-15)
-        assert total.item() == denominator
-
-
-NARROW: list[tuple[list[list[float]], list[Any], torch.dtype, float, int]] = [
-    # A rank without losses learns the same, counts are beyond float32's integers, many bfloat16 losses not rounded.
-    ([[1 / 3], []], [4, 0], torch.float64, 1 / 3, 4),
-    ([[1 / 3], []], [2**24 + 1, torch.tensor(2**40 + 1)], torch.float32, 1 / 3, 2**24 + 2**40 + 2),
-    ([[1.0] * 257, [1.0] * 300], [257, 300], torch.bfloat16, 557.0, 557),
-]
+SUMS: dict[str, tuple[list[list[float]], list[Any], torch.dtype, bool, int]] = {
+    "tokens": (LOSSES, [5, torch.tensor([2], dtype=torch.int32)], torch.float64, True, 7),
+    "micro-batches": (LOSSES, [5, 2], torch.float64, False, 4),
+    "a rank without losses": ([[1 / 3], []], [4, 0], torch.float64, True, 4),
+    "counts beyond float32": (
+        [[0.5], []],
+        [2**24 + 1, torch.tensor(2**40 + 1)],
+        torch.float32,
+        True,
+        2**24 + 2**40 + 2,
+    ),
+    "many in half precision": ([[1.0] * 257, [1.0] * 300], [257, 300], torch.bfloat16, True, 557),
+}
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("losses", "counts", "dtype", "expected", "count"), NARROW)
-def test_sums_are_exact(
+@pytest.mark.parametrize(
+    ("losses", "counts", "dtype", "per_token_loss", "denominator"), SUMS.values(), ids=SUMS
+)
+def test_losses_and_denominators_are_summed(
     pool2: RankPool,
     losses: list[list[float]],
     counts: list[Any],
     dtype: torch.dtype,
-    expected: float,
-    count: int,
+    per_token_loss: bool,
+    denominator: int,
 ) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
-    for loss, total in pool2.run(_reduce, losses, counts, dtype):
-        assert loss.item() == torch.tensor(expected, dtype=wide).item()
-        assert loss.dtype in (wide, torch.float64)
-        assert total.item() == count
-
-
-def _reduce_in_pairs() -> tuple[float, int]:
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    loss, total = reduce_loss([torch.tensor(float(rank))], 10 * rank, dp_group=groups[rank % 2])
-    return loss.item(), int(total)
-
-
-def test_only_the_group_is_summed(pool4: RankPool) -> None:
-    """Ranks outside of the group (tensor-parallel peers) do not count."""
-    assert pool4.run(_reduce_in_pairs) == [(2.0, 20), (4.0, 40), (2.0, 20), (4.0, 40)]
+    """Exactly, and neither is divided: unequally many losses, and tokens or micro-batches, on every rank."""
+    for loss, total in pool2.run(_reduce, losses, counts, dtype, per_token_loss):
+        assert (loss.shape, total.shape, total.dtype) == ((), (), torch.int64)
+        assert loss.dtype in (torch.promote_types(dtype, torch.float32), torch.float64)
+        assert loss.item() == pytest.approx(sum(map(sum, losses)), rel=1e-15)
+        assert total.item() == denominator
 
 
 def _average(dtype: torch.dtype) -> list[Tensor | None]:
@@ -148,10 +132,3 @@ def test_barrier_and_log(pool2: RankPool) -> None:
     (messages0, logged_at, arrived0), (messages1, _, arrived1) = pool2.run(_log_after_a_late_rank)
     assert (messages0, messages1) == (["100 % of {ranks} are here"], [])
     assert arrived0 < arrived1 <= logged_at
-
-
-def test_log_without_a_group(caplog: pytest.LogCaptureFixture) -> None:
-    """Alone, there is nobody to wait for."""
-    with caplog.at_level(logging.INFO, logger="lightning_automodel"):
-        barrier_and_log("ready")
-    assert caplog.messages == ["ready"]

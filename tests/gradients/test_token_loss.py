@@ -50,16 +50,15 @@ def test_ways_of_counting(options: dict[str, Any], output: Any, count: int) -> N
 
 
 def test_counts_stay_on_the_device() -> None:
-    """A tensor is neither read on the host nor followed by autograd; labels are counted into a tensor."""
+    """A tensor is neither read on the host nor followed by autograd."""
     told = torch.ones(1, requires_grad=True) * 3
     count = TokenWeighting().count(BATCH, {"num_label_tokens": told})
     assert isinstance(count, Tensor)
     assert (count.shape, count.requires_grad) == ((), False)
-    assert isinstance(TokenWeighting().count(BATCH), Tensor)
 
 
-@pytest.mark.parametrize("batch", [{"input_ids": LABELS}, LABELS, (LABELS, LABELS), None, {}])
-@pytest.mark.parametrize("output", [None, torch.tensor(1.0), {"loss": torch.tensor(1.0)}])
+@pytest.mark.parametrize("batch", [{"input_ids": LABELS}, LABELS, None])
+@pytest.mark.parametrize("output", [None, {"loss": torch.tensor(1.0)}])
 def test_no_way_of_counting(batch: Any, output: Any) -> None:
     """Nothing is guessed: the error says what the batch is and all the ways to tell."""
     with pytest.raises(ValueError, match="found no count") as raised:
@@ -266,15 +265,6 @@ def test_reduce_loss_alone(count: int | Tensor, per_token_loss: bool, denominato
     assert (total.item(), total.shape, total.dtype) == (denominator, (), torch.int64)
     assert [entry.item() for entry in store] == [1.5, 2.0]
     assert torch.equal(torch.as_tensor(count).reshape(()).long(), torch.tensor(3))
-
-
-def test_reduce_loss_of_class_weights() -> None:
-    """Their sum is not rounded; losses of several dtypes add up in the widest."""
-    store = [torch.tensor(1.0), torch.tensor(1e-9, dtype=torch.float64)]
-    loss, total = reduce_loss(store, torch.tensor(2.5))
-    assert (loss.item(), total.item()) == (1.0 + 1e-9, 2.5)
-    assert reduce_loss(store, 2.5, per_token_loss=False)[1].item() == 2
-    assert [value.item() for value in reduce_loss([], 5, per_token_loss=False)] == [0.0, 0]
 
 
 @pytest.mark.parametrize("shape", [(5,), ()])

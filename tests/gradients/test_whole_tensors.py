@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,141 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.gradients.owner_exchange import Holders, Split
 from lightning_automodel.gradients.whole_tensors import OPTION, WholeSteps, is_stepped_whole
-from tests.gradients import whole_steps
-from tests.gradients.whole_steps import KINDS, WholeModule
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import assert_exact, full_weights, micro_batches, weight_error
-from tests.trainer.plain import filled_decoder, plain_weights, prefixed, train_model_plainly
+from tests.trainer.exactness import PLAN, assert_exact, full_weights, micro_batches, weight_error
+from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
+
+# --- Optimizers that look at a whole tensor: on a part, they compute something else -----------------------------------
+
+
+class Looking(torch.optim.Optimizer):
+    """Steps each parameter along the direction that a subclass finds."""
+
+    def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.direction(group, parameter, loss), alpha=group["lr"])
+        return loss
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        return parameter.grad
+
+
+class Muon64(Looking):
+    """Muon with its Newton-Schulz iteration in the dtype of the weights; torch's is in bfloat16, which hides errors.
+
+    Groups with ``is_elementwise`` have momentum alone.
+    """
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum = state["momentum"].lerp_(parameter.grad, 0.1)
+        return momentum if group.get("is_elementwise") else _orthogonal(momentum)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthogonal rows or columns, by Newton-Schulz; other tensors divided by their norm."""
+    scaled = matrix / (matrix.norm() + 1e-7)
+    if matrix.ndim != 2:
+        return scaled
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = scaled.T if is_tall else scaled
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide
+    return wide.T if is_tall else wide
+
+
+class NestedShampoo(Looking):
+    """Preconditions each dimension; its state is nested, comes late, and has other shapes than its parameter."""
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        direction = parameter.grad
+        if state["step"] == 1:
+            return direction
+        factors = state.setdefault("factors", {"of": [None] * parameter.ndim, "note": None})["of"]
+        for dim in range(parameter.ndim):
+            rows = direction.transpose(0, dim).flatten(1) if parameter.ndim > 1 else direction[:, None]
+            if factors[dim] is None:
+                factors[dim] = 0.1 * torch.eye(len(rows), dtype=rows.dtype)
+            factors[dim] = factors[dim] + rows @ rows.T
+            values, vectors = torch.linalg.eigh(factors[dim])
+            root = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.25) @ vectors.T
+            direction = torch.tensordot(root, direction, dims=([1], [dim])).transpose(0, dim)
+        return direction
+
+
+class ByLoss(Looking):
+    """Scales its steps by the loss that the closure returns."""
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        return parameter.grad * (1 + loss)
+
+
+class Coupled(Looking):
+    """One step size for all parameters, which it keeps in its group."""
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        group["seen"] = group.get("seen", 0.0) + parameter.grad.abs().sum().item()
+        return parameter.grad / (1 + group["seen"])
+
+
+def muon_and_momentum(model: nn.Module) -> Muon64:
+    """Matrices of blocks, and the rest, as Muon is used; the vectors of the blocks are frozen in one group."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "blocks" in name]
+    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "blocks" not in name]
+    return Muon64([{"params": matrices}, {"params": rest, "is_elementwise": True, "lr": 0.05}])
+
+
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "muon": muon_and_momentum,
+    "shampoo": lambda model: NestedShampoo(_trained(model)),
+    "adafactor": lambda model: torch.optim.Adafactor(_trained(model), lr=0.02),
+    "by loss": lambda model: ByLoss(_trained(model)),
+    "coupled": lambda model: Coupled(_trained(model)),
+}
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class WholeModule(ModelModule):
+    """Trains a small decoder with one of the `KINDS`; ``tensor`` shares it between tensor-parallel ranks."""
+
+    def __init__(self, kind: str, tensor: bool = False) -> None:
+        super().__init__(filled_decoder())
+        self.kind = kind
+        self.tensor = tensor
+
+    def configure_model(self) -> None:
+        if self.tensor:
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return KINDS[self.kind](self)
+
+
+# --- Trained with them, whole or on shards --------------------------------------------------------------------------
 
 ACCUMULATE = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -116,25 +237,6 @@ def test_steps_are_those_of_one_process(layout: str, step: str, request: pytest.
 
 def _clip(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.1)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 11])
-def test_layouts(rows: int) -> None:
-    """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts; columns too."""
-    splits = [Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2)]
-    coordinates = dict(enumerate(product(range(3), range(2), range(2))))
-    holders = Holders(splits, coordinates)
-    whole = torch.arange(rows * 5).view(rows, 5)
-    parts = [holders.part(whole, rank) for rank in coordinates]
-    assert sum(part.numel() for part in parts) == whole.numel()
-    halves = whole.chunk(2) if rows > 1 else (whole, whole[:0])
-    for (shard, column, tensor), part in zip(coordinates.values(), parts, strict=True):
-        rows_of = [*halves[tensor].split(max(1, -(-len(halves[tensor]) // 3))), *[whole[:0]] * 3]
-        assert part.equal(rows_of[shard].split(3, 1)[column])
-    joined = torch.zeros_like(whole)
-    for rank, part in enumerate(parts):
-        holders.part(joined, rank).copy_(part)
-    assert torch.equal(joined, whole)
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------
@@ -309,7 +411,7 @@ class Growing(WholeModule):
         self.model.blocks[0].requires_grad_(False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return whole_steps.NestedShampoo([p for p in self.parameters() if p.requires_grad])
+        return NestedShampoo([p for p in self.parameters() if p.requires_grad])
 
     def on_train_epoch_start(self) -> None:
         optimizer = self.optimizers().optimizer
@@ -335,7 +437,7 @@ def test_a_group_that_comes_later(pool2: RankPool) -> None:
     """Frozen parameters have no owner until they are trained."""
     model = filled_decoder()
     model.blocks[0].requires_grad_(False)
-    optimizer = whole_steps.NestedShampoo([p for p in model.parameters() if p.requires_grad])
+    optimizer = NestedShampoo([p for p in model.parameters() if p.requires_grad])
     train_model_plainly(model, 4, make_optimizer=lambda _: optimizer)
     grow(model, optimizer)
     train_model_plainly(model, 4, make_optimizer=lambda _: optimizer)
