@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ACCUMULATE = 4
 CAUSAL = Case(seed=33, telling="labels", num_batches=6, gap="micro_batches", label_shift=1)
 SEQ2SEQ = Case(seed=34, telling="labels", num_batches=6, gap="micro_batches")
-EQUAL_WEIGHTS = Case(seed=35, telling="labels", num_batches=6, label_shift=1, per_token_loss=False)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -53,7 +53,7 @@ class Evaluates(ModelModule):
         self.losses["validate"].append(float(mean_loss(self.model, batch, "sum")))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """With gradients, as saliency maps and attacks ask for them: no backward comes that would free a unit."""
+        """With gradients: no backward comes that would free a unit."""
         with torch.enable_grad():
             self.losses["test"].append(float(mean_loss(self.model, batch, "sum")))
 
@@ -145,35 +145,3 @@ def test_fits_do_not_pile_up_process_groups(pool2: RankPool) -> None:
     """A new strategy in the same process takes the mesh that is there, instead of making threads for its own."""
     for before, after in pool2.run(_threads_after_more_fits):
         assert after == before
-
-
-class LogsByTask(ModelModule):
-    """Logs a value of each batch's task, of which two ranks begin with different ones."""
-
-    def note(self, stage: str, batch_idx: int) -> None:
-        task = (batch_idx + self.global_rank) % 2
-        self.log(f"{stage}_{task}", float(task), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.note("train", batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.note("val", batch_idx)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.note("test", batch_idx)
-
-
-def _log_by_task() -> dict[str, float]:
-    module = LogsByTask(decoder())
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"))
-    trainer.fit(module, loader(CASE), loader(CASE))
-    logged = dict(trainer.callback_metrics)
-    logged.update(trainer.test(module, loader(CASE), verbose=False)[0])
-    return {name: float(value) for name, value in logged.items()}
-
-
-def test_logged_values_are_reduced_by_name(pool2: RankPool) -> None:
-    expected = {f"{stage}_{task}": task for stage in ("train", "val", "test") for task in range(2)}
-    assert pool2.run(_log_by_task) == [expected, expected]

@@ -5,7 +5,6 @@ Those that average weights or unfreeze them are in `tests/search` and `tests/sha
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     LearningRateFinder,
-    ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
-    SpikeDetection,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -38,7 +34,6 @@ from tests.trainer.exactness import (
     MOMENTUM,
     Batch,
     TinyDecoder,
-    assert_exact,
     full_weights,
     micro_batches,
     weight_error,
@@ -88,38 +83,33 @@ class Summarised(ModelModule):
     def __init__(self) -> None:
         super().__init__(TinyDecoder(CASE.seed).double())
         self.example_input_array = torch.zeros(2, 5, dtype=torch.long)
+        self.found: list[Any] = []
 
     def forward(self, batch: Any) -> Tensor:
         return self.model(batch) if isinstance(batch, Tensor) else super().forward(batch)
 
+    def on_fit_start(self) -> None:
+        self.found = sizes(self)
 
-class KeepsSummary(Callback):
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        summary = ModelSummary(pl_module, max_depth=3)
-        names = [name.removeprefix("FSDP") for name in summary.layer_types]
-        self.found = (
-            summary.total_parameters,
-            summary.param_nums,
-            summary.out_sizes,
-            summary.total_flops,
-            names,
-        )
+
+def sizes(module: Summarised) -> list[Any]:
+    """What its summary shows. FSDP2 puts its own name before that of a unit's class."""
+    summary = ModelSummary(module, max_depth=3)
+    names = [name.removeprefix("FSDP") for name in summary.layer_types]
+    return [summary.total_parameters, summary.param_nums, summary.out_sizes, summary.total_flops, names]
 
 
 def _summarise(engine: str) -> tuple[Any, dict[str, Tensor]]:
     module = Summarised()
-    keeps = KeepsSummary()
-    trainer_with(engine, [keeps]).fit(module, loader())
-    return keeps.found, full_weights(module.model)
+    trainer_with(engine, []).fit(module, loader())
+    return module.found, full_weights(module.model)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_model_summary(pool2: RankPool, engine: str) -> None:
-    """Counts of the whole model, whatever a rank holds; FSDP2 puts its own name before that of a unit's class."""
-    summary = ModelSummary(Summarised(), max_depth=3)
-    expected = (summary.total_parameters, summary.param_nums, summary.out_sizes, summary.total_flops)
+    """Counts of the whole model, whatever a rank holds."""
     for found, weights in pool2.run(_summarise, engine):
-        assert found == (*expected, summary.layer_types)
+        assert found == sizes(Summarised())
         assert_trained(weights, EPOCH)
 
 
@@ -157,32 +147,6 @@ def test_early_stopping(pool2: RankPool, engine: str) -> None:
         assert_trained(weights, [*epoch * 3, epoch[0]])
 
 
-class ChecksBest(ValidatesByRank):
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("tested", self(batch), batch_size=1)
-
-
-def _keep_best(engine: str, folder: str) -> tuple[dict[str, Tensor], str, list[str]]:
-    module = ChecksBest()
-    keeps = ModelCheckpoint(folder, "{epoch}", monitor="together", mode="max", save_top_k=1, save_last=True)
-    trainer = trainer_with(engine, [keeps], max_epochs=3, enable_checkpointing=True)
-    trainer.fit(module, loader(), loader())
-    trainer.test(module, loader(), ckpt_path="best", verbose=False)
-    return (
-        full_weights(module.model),
-        Path(keeps.best_model_path).name,
-        sorted(p.name for p in Path(folder).iterdir()),
-    )
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_model_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
-    """The best by what all ranks logged, and its weights; the others have been removed."""
-    for weights, best, names in pool2.run(_keep_best, engine, str(tmp_path)):
-        assert (best, names) == ("epoch=0.ckpt", ["epoch=0.ckpt", "last.ckpt"])
-        assert_trained(weights, EPOCH)
-
-
 class FailsInFifthBatch(LabelledModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if batch_idx == 4:
@@ -205,35 +169,6 @@ def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
     """In mid-window, the checkpoint holds the weights of the last step. Shards are not saved after a failure."""
     for weights in pool2.run(_save_on_exception, "ddp", str(tmp_path)):
         assert_trained(weights, [[0, 1, 2]])
-
-
-class Spikes(LabelledModule):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch) + 1000 * (batch_idx == 5 and dist.get_rank() == self.rank)
-
-
-def _detect_spikes(engine: str, rank: int, folder: str) -> Any:
-    module = Spikes(rank)
-    trainer = trainer_with(engine, [SpikeDetection(atol=50.0, exclude_batches_path=folder)])
-    if rank < 0:
-        trainer.fit(module, loader(GAPLESS))
-        return full_weights(module.model)
-    with pytest.raises(TrainingSpikeException) as raised:
-        trainer.fit(module, loader(GAPLESS))
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_spike_detection(pool2: RankPool, tmp_path: Path, engine: str) -> None:
-    """A spike on one rank ends all of them; without one, training is what it was."""
-    expected = train_plainly(EPOCH, GAPLESS)
-    assert_exact(pool2.run(_detect_spikes, engine, -1, str(tmp_path)), expected)
-    assert pool2.run(_detect_spikes, engine, 1, str(tmp_path)) == ["Training spike detected in batch 5"] * 2
-    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
 
 
 class SavesSamples(LabelledModule):
@@ -305,35 +240,33 @@ class Rated(LabelledModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
 
 
+class SavesAndNotes(Callback):
+    """Saves after the second batch of a run that was not resumed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.batches.append(index)
+        if index == 1 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+
 def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
     """The batches of a resumed run that searches first, its weights, and those of a run that was not stopped."""
     path = f"{folder}/at_2.ckpt"
-
-    class Noting(Callback):
-        def __init__(self) -> None:
-            self.batches: list[int] = []
-
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
-        ) -> None:
-            self.batches.append(index)
-            if index == 1 and trainer.ckpt_path is None:
-                trainer.save_checkpoint(path)
-
+    finder = LearningRateFinder(
+        1e-3, 0.5, num_training_steps=4, early_stop_threshold=None, update_attr=False
+    )
     weights = []
-    settings = {"accumulate_grad_batches": 1, "max_epochs": 1, "default_root_dir": folder}
-    for ckpt_path in (None, path):
+    settings = {"accumulate_grad_batches": 1, "default_root_dir": folder}
+    for ckpt_path, more in ((None, []), (path, [finder])):
         module = Rated()
-        noting = Noting()
-        callbacks: list[Callback] = [noting]
-        if ckpt_path is not None:
-            finder = LearningRateFinder(
-                1e-3, 0.5, num_training_steps=4, early_stop_threshold=None, update_attr=False
-            )
-            callbacks.append(finder)
-        trainer_with(engine, callbacks, **settings).fit(module, loader(GAPLESS), ckpt_path=ckpt_path)
+        notes = SavesAndNotes(path)
+        trainer_with(engine, [notes, *more], **settings).fit(module, loader(GAPLESS), ckpt_path=ckpt_path)
         weights.append(full_weights(module.model))
-    return noting.batches, weights[1], weights[0]
+    return notes.batches, weights[1], weights[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -22,7 +22,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import CASE, first_by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, first_by_default, loader, make_trainer
 
 DDP = {"data_parallel": "ddp"}
 
@@ -35,14 +35,13 @@ class CountsNothing(ModelModule):
     """Its batches hide their labels from the strategy."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = batch if isinstance(batch, (list, tuple)) else batch.values()
-        return mean_loss(self.model, {"input_ids": inputs, "labels": targets})
+        return self({"input_ids": batch["input_ids"], "labels": batch["targets"]})
 
 
-def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tuple[str, bool, int]:
+def _no_count_found(options: dict[str, Any], accumulate: int) -> tuple[str, bool, int]:
     module = CountsNothing(decoder())
-    batches = [(each["input_ids"], each["labels"]) for each in micro_batches(CASE)[dist.get_rank()]]
-    hidden = batches if kind == "tuple" else [{"input_ids": x, "targets": y} for x, y in batches]
+    own = micro_batches(CASE)[dist.get_rank()]
+    hidden = [{"input_ids": each["input_ids"], "targets": each["labels"]} for each in own]
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
     with pytest.raises(ValueError, match="label tokens") as raised:
         trainer.fit(module, DataLoader(hidden, batch_size=None))
@@ -52,19 +51,15 @@ def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tupl
     return str(raised.value), unchanged, len(traceback.extract_tb(raised.value.__traceback__))
 
 
-@pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "found"),
-    [("tuple", 1, "a list"), ("dict", 3, "a dict with the keys ['input_ids', 'targets']")],
+    ("options", "accumulate"), first_by_default([({}, 3), (DDP, 1)]), ids=["fsdp2", "ddp"]
 )
-def test_no_count_found(
-    pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]
-) -> None:
+def test_no_count_found(pool2: RankPool, options: dict[str, Any], accumulate: int) -> None:
     """At the first step, before any weight has changed: what was found, three ways, and the way out."""
-    for message, unchanged, num_frames in pool2.run(_no_count_found, options, kind, accumulate):
+    for message, unchanged, num_frames in pool2.run(_no_count_found, options, accumulate):
         assert unchanged
         assert num_frames <= 6  # of the script, and of `fit` down to the launcher
-        assert f"found no count (the batch is {found})" in message
+        assert "found no count (the batch is a dict with the keys ['input_ids', 'targets'])" in message
         assert "return {'loss': loss, 'num_label_tokens': n} from training_step" in message
         assert "self.manual_backward(loss, num_label_tokens=n)" in message
         assert "pass count_label_tokens=<function of the batch>" in message
@@ -89,16 +84,6 @@ class BackwardOfAVector(ModelModule):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         losses = self(batch).expand(3)
         self.manual_backward(losses, gradient=torch.ones_like(losses))
-
-
-class NegativeCount(ModelModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self(batch), "num_label_tokens": -3}
-
-
-class SeveralCounts(ModelModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self(batch), "num_label_tokens": torch.ones(2)}
 
 
 class CountsStepsInSetup(ModelModule):
@@ -150,16 +135,11 @@ REFUSED = {
         options=DDP,
     ),
     "vector": refused(BackwardOfAVector, "ValueError: The loss of a backward has the shape [3], but must"),
-    "vector_ddp": refused(
-        BackwardOfAVector, "ValueError: The loss of a backward has the shape [3], but", options=DDP
-    ),
     "fewer_devices_than_the_group": refused(
         ModelModule,
         "ValueError: The process group that exists has 2 ranks, and the Trainer asks for 1 (devices x",
         settings={"devices": 1},
     ),
-    "negative": refused(NegativeCount, "ValueError", "num_label_tokens that training_step returned", "-3"),
-    "several": refused(SeveralCounts, "TypeError", "tensor of one element", "got tensor([1., 1.])"),
     "steps_in_setup": refused(
         CountsStepsInSetup, "take it in configure_optimizers or on_fit_start", validates_first=True
     ),
@@ -203,25 +183,27 @@ def test_error_of_a_mesh_that_is_not_there_yet() -> None:
 
 
 def _errors_after_a_fit(folder: str) -> list[str]:
+    """Of options that nobody would take, and of clipping by no number or by no algorithm."""
     trainer = make_trainer(AutomodelStrategy())
     trainer.fit(ModelModule(decoder()), loader())
-    with pytest.raises(TypeError, match="storage_options") as raised:
-        trainer.save_checkpoint(Path(folder) / "some.ckpt", storage_options={"some": "option"})
-    messages = [str(raised.value)]
-    for clip_val, algorithm in ((0.0, "norm"), (-1, "value"), (float("nan"), "norm"), (1.0, "L2")):
-        with pytest.raises(ValueError, match="must be") as raised_too:
-            trainer.strategy.clip_gradients(trainer.optimizers[0], clip_val, algorithm)
-        messages.append(str(raised_too.value))
+    messages = []
+    for call in (
+        lambda: trainer.save_checkpoint(Path(folder) / "some.ckpt", storage_options={"some": "option"}),
+        lambda: trainer.strategy.clip_gradients(trainer.optimizers[0], -1),
+        lambda: trainer.strategy.clip_gradients(trainer.optimizers[0], 1.0, "L2"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        messages.append(str(raised.value))
     return messages
 
 
 def test_errors_after_a_fit(pool2: RankPool, tmp_path: Path) -> None:
-    """Options that nobody would take, and clipping by no number."""
-    for of_storage, *of_clipping in pool2.run(_errors_after_a_fit, str(tmp_path)):
+    for of_storage, of_value, of_algorithm in pool2.run(_errors_after_a_fit, str(tmp_path)):
         assert "({'some': 'option'}) would have no effect" in of_storage
         assert "fsspec" in of_storage
-        wanted = [*(f"must be a positive number, got {value}" for value in ("0.0", "-1", "nan")), "got 'L2'"]
-        assert all(text in found for text, found in zip(wanted, of_clipping, strict=True))
+        assert "must be a positive number, got -1" in of_value
+        assert "got 'L2'" in of_algorithm
 
 
 class HalfPrecisionLoss(ModelModule):
@@ -240,8 +222,7 @@ def _warnings(make_module: type[ModelModule], options: dict[str, Any]) -> list[s
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("options", [{}, {**DDP, "cpu_offload": True, "reshard_during_accumulation": False}])
+@pytest.mark.parametrize("options", [{**DDP, "cpu_offload": True, "reshard_during_accumulation": False}, {}])
 def test_warnings_come_once(pool2: RankPool, options: dict[str, Any]) -> None:
     """Rank 0 says it, for two fits of eight micro-batches once, and nothing of a loss in full precision."""
     told, silent = pool2.run(_warnings, HalfPrecisionLoss, options)

@@ -13,20 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.devices import device_type
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import (
-    VOCABULARY,
-    WIDTH,
-    assert_exact,
-    full_weights,
-    micro_batches,
-    weight_error,
-)
+from tests.trainer.exactness import VOCABULARY, WIDTH, assert_exact, full_weights, weight_error
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.runs import CASE, TOLERANCE, by_default, first_by_default, loader, make_trainer
 
@@ -161,23 +153,13 @@ def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], wher
     assert_exact(pool2.run(fit, options, where), reference)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("where", "layout"),
-    first_by_default(
-        [("by_hand", "kept"), ("init_module", "ddp"), ("init_module", "kept"), ("configure_model", "ddp")], 2
-    ),
+    first_by_default([("by_hand", "kept"), ("init_module", "ddp"), ("configure_model", "ddp")]),
 )
 def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str, layout: str) -> None:
     """In a hook, sharded there or not, and in the Trainer's context, all of which know the Trainer's precision."""
-    reference = expected()
-    assert_exact(pool2.run(fit, LAYOUTS[layout], where), reference)
-
-
-def test_replicas_of_shards(pool4: RankPool) -> None:
-    """Four ranks, two replicas: the same model again."""
-    reference = expected(CASE4)
-    assert_exact(pool4.run(fit, {"data_parallel_replicate_size": 2}, "meta", CASE4), reference)
+    assert_exact(pool2.run(fit, LAYOUTS[layout], where), expected())
 
 
 def _whole_parameters() -> list[list[str]]:
@@ -209,54 +191,45 @@ class Forgetful(Decoder):
         return self.head(self.norm(hidden))
 
 
-class Resuming(ModelModule):
-    """Sees the same batches in every epoch, so that an interrupted run can be compared."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(micro_batches(CASE)[dist.get_rank()], batch_size=None)
-
-
 def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes: bool) -> dict[str, Tensor]:
     """Weights after two epochs; the checkpoint is of the first, and read if the second alone is to be trained."""
     kwargs: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": ACCUMULATE}
     if not resumes:
         trainer = make_trainer(AutomodelStrategy(**options), **kwargs)
-        trainer.fit(module)
+        trainer.fit(module, loader())
         trainer.save_checkpoint(path)
-    make_trainer(AutomodelStrategy(**options), **kwargs, max_epochs=2).fit(module, ckpt_path=path)
+    make_trainer(AutomodelStrategy(**options), **kwargs, max_epochs=2).fit(module, loader(), ckpt_path=path)
     return full_weights(module)
 
 
-def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool], strict: bool) -> Any:
+def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool]) -> Any:
     """Weights with and without the meta device; the error where there is one."""
     path = str(Path(folder) / "checkpoint")
     torch.manual_seed(SEED)
-    straight = _two_epochs(options, Resuming(Forgetful(persistent[0])), path, resumes=False)
+    straight = _two_epochs(options, ModelModule(Forgetful(persistent[0])), path, resumes=False)
     with torch.device("meta"):
-        module = Resuming(Forgetful(persistent[1]))
-    module.strict_loading = strict
+        module = ModelModule(Forgetful(persistent[1]))
+    module.strict_loading = persistent[0] == persistent[1]
     try:
         return straight, _two_epochs(options, module, path, resumes=True)
     except ValueError as error:
         return straight, str(error)
 
 
-@pytest.mark.parametrize(
-    "options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"]
-)
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept"))
 def test_a_checkpoint_fills_a_model_without_values(
     pool2: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Also what has no initialiser, and not before the initialisers have run."""
-    for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True), True):
+    for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True)):
         assert isinstance(resumed, dict)
         assert weight_error(resumed, straight) <= TOLERANCE
 
 
-@pytest.mark.parametrize("strict", first_by_default([False, True]))
-def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, strict: bool) -> None:
-    """A buffer that no state dict holds, or that this one does not."""
-    persistent = (False, not strict)
-    for _, message in pool2.run(_resume, LAYOUTS["ddp"], str(tmp_path), persistent, strict):
+@pytest.mark.parametrize("is_persistent", first_by_default([True, False]))
+def test_what_a_checkpoint_lacks_raises(pool2: RankPool, tmp_path: Path, is_persistent: bool) -> None:
+    """A buffer that this state dict does not hold, or that none does."""
+    persistent = (False, is_persistent)
+    for _, message in pool2.run(_resume, LAYOUTS["ddp"], str(tmp_path), persistent):
         assert isinstance(message, str)
         assert "never initialized: model.slope. Give" in message

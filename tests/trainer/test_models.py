@@ -1,11 +1,7 @@
-"""Models of several builds train to the weights of one process; `tests/search` draws more of them.
-
-A step that calls the parts of a model alone is in `tests/gradients/test_chunked_loss.py`.
-"""
+"""A model with parameters that FSDP2 does not shard. `tests/search` draws models of many builds, trained exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,41 +10,11 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import (
-    LEARNING_RATE,
-    WIDTH,
-    TinyDecoder,
-    assert_exact,
-    full_weights,
-)
-from tests.trainer.plain import (
-    ModelModule,
-    differ_by_rank,
-    fill,
-    plain_weights,
-    prefixed,
-)
-from tests.trainer.runs import STRATEGIES, by_default, loader, make_trainer
+from tests.trainer.exactness import LEARNING_RATE, TinyDecoder, full_weights
+from tests.trainer.plain import ModelModule, fill
+from tests.trainer.runs import loader, make_trainer
 
 ACCUMULATE = 3
-ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
-
-
-class TiedAcross(TinyDecoder):
-    """Blocks share a matrix with each other, and another with a layer of the root."""
-
-    def __init__(self) -> None:
-        super().__init__(seed=1)
-        self.adapter = nn.Linear(WIDTH, WIDTH)
-        self.blocks[0].linear.weight = self.adapter.weight
-        self.blocks[1].norm.weight = self.blocks[2].norm.weight
-        fill(self)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = torch.tanh(self.adapter(self.embedding(input_ids)))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
 
 
 class Scalars(TinyDecoder):
@@ -67,23 +33,6 @@ class Scalars(TinyDecoder):
             hidden = block(hidden)
         hidden = hidden * (1 + self.blocks[1].gain) + self.single
         return self.head(self.norm(hidden)) * torch.exp(self.temperature)
-
-
-def fit_model(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> dict[str, Tensor]:
-    """Train, from different weights on every rank."""
-    module = ModelModule(make_model())
-    differ_by_rank(module)
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader())
-    return full_weights(module)
-
-
-@pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
-@pytest.mark.parametrize("make_model", [TiedAcross, Scalars])
-@pytest.mark.every_case
-def test_build(pool2: RankPool, make_model: type[nn.Module], options: dict[str, Any]) -> None:
-    """Exact from rank 0's weights."""
-    expected = prefixed(plain_weights(make_model(), ACCUMULATE))
-    assert_exact(pool2.run(fit_model, make_model, options), expected)
 
 
 class UnfreezesWhatIsUnused(ModelModule):

@@ -10,14 +10,17 @@ float64, three steps cost up to 2 `eps` of the dtype that is computed in.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision, TransformerEnginePrecision
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals import fsdp2
@@ -96,10 +99,9 @@ def test_reduction_in_half_precision_is_farther_off(pool2: RankPool) -> None:
         assert 100 * same < weight_error(weights, loop("bf16-mixed", "fsdp2")) <= exact
 
 
-@pytest.mark.parametrize("defer", first_by_default(["all_reduce", True, False]))
-def test_hsdp(pool4: RankPool, defer: Any) -> None:
+def test_hsdp(pool4: RankPool) -> None:
     """Partial sums across replicas are kept in float32 too."""
-    options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": defer}
+    options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}
     own = loop("bf16-mixed", "fsdp2", case=FOUR_RANKS)
     for weights, _, _ in pool4.run(fit, "bf16-mixed", options, WideLossModule, decoder, FOUR_RANKS):
         assert weight_error(weights, own) <= tolerances("bf16-mixed")[0]
@@ -175,69 +177,27 @@ def _probe(precision: str, options: dict[str, Any]) -> tuple[dict[str, str], set
 
 
 @pytest.mark.parametrize(
-    ("precision", "options", "weight", "logits", "master", "autocast"),
-    [
-        ("bf16-mixed", {}, "torch.bfloat16", "torch.float32", torch.float32, "False"),
-        ("16-mixed", {}, "torch.float16", "torch.float32", torch.float32, "False"),
-        ("bf16-true", {}, "torch.bfloat16", "torch.bfloat16", torch.bfloat16, "False"),
-        ("bf16-mixed", DDP, "torch.float32", "torch.bfloat16", torch.float32, "True"),
-        (
-            "32-true",
-            {"mp_policy": BF16_REDUCTION},
-            "torch.bfloat16",
-            "torch.float32",
-            torch.float32,
-            "False",
-        ),
-    ],
+    ("precision", "options", "weight", "logits", "master"),
+    first_by_default(
+        [
+            ("bf16-mixed", {}, "bfloat16", "float32", torch.float32),
+            ("bf16-true", {}, "bfloat16", "bfloat16", torch.bfloat16),
+            ("bf16-mixed", DDP, "float32", "bfloat16", torch.float32),
+            ("32-true", {"mp_policy": BF16_REDUCTION}, "bfloat16", "float32", torch.float32),
+        ]
+    ),
 )
 def test_who_casts(
-    pool2: RankPool,
-    precision: str,
-    options: dict[str, Any],
-    weight: str,
-    logits: str,
-    master: torch.dtype,
-    autocast: str,
+    pool2: RankPool, precision: str, options: dict[str, Any], weight: str, logits: str, master: torch.dtype
 ) -> None:
     """Units cast under FSDP2 and autocast does not run; under DDP it does; the plugin comes back as it was."""
+    autocast = str(options == DDP)
     for seen, masters, patched in pool2.run(_probe, precision, options):
-        assert (seen["weight"], seen["logits"], seen["autocast"]) == (weight, logits, autocast)
-        assert seen["validation"] == f"{autocast} {logits}"
+        assert (seen["weight"], seen["logits"]) == (f"torch.{weight}", f"torch.{logits}")
+        assert seen["autocast"] == autocast
+        assert seen["validation"] == f"{autocast} torch.{logits}"
         assert masters == {master}
         assert not patched
-
-
-class Manual(WideLossModule):
-    """Steps by hand, once for each micro-batch: its children are FSDP roots of their own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.automatic_optimization = False
-        self.seen: set[torch.dtype] = set()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        self.seen.add(self.model(batch["input_ids"]).dtype)
-        optimizer = self.optimizers()
-        self.manual_backward(self(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _manual(precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    module = Manual(decoder())
-    make_trainer(AutomodelStrategy(), **precision_options(precision)).fit(module, loader())
-    return full_weights(module), module.seen
-
-
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "16-mixed"]))
-def test_manual_optimization(pool2: RankPool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roots below the LightningModule give float32 back as well."""
-    monkeypatch.setattr("tests.trainer.precisions.ACCUMULATE", 1)
-    own = loop(precision, "fsdp2")
-    for weights, seen in pool2.run(_manual, precision):
-        assert seen == {torch.float32}
-        assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
 class UsedLate(nn.Module):
@@ -263,23 +223,13 @@ class LateBlock(nn.Module):
         return logits * self.always + (logits.tanh() * self.late if use_late else 0.0)
 
 
-class NeverUsed(UsedLate):
-    """No micro-batch uses the parameter."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.late[0](self.decoder(input_ids), False)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
 @pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "undeferred")[:3])
-@pytest.mark.parametrize("make_model", [UsedLate, NeverUsed])
-def test_unused_beside_used(
-    pool2: RankPool, precision: str, options: dict[str, Any], make_model: type[nn.Module]
-) -> None:
+def test_unused_beside_used(pool2: RankPool, precision: str, options: dict[str, Any]) -> None:
     """In a unit whose other parameters have a float32 gradient already: FSDP2 alone refuses two dtypes."""
-    own = loop(precision, "fsdp2", make_model(), TWO_WINDOWS)
-    for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, make_model, TWO_WINDOWS):
+    own = loop(precision, "fsdp2", UsedLate(), TWO_WINDOWS)
+    for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, UsedLate, TWO_WINDOWS):
         assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
@@ -296,10 +246,10 @@ class Encoder(nn.Module):
 class WithEncoder(nn.Module):
     """A head on an encoder: both of them compute in the same dtype."""
 
-    def __init__(self, encoder: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.encoder = encoder or Encoder()
+        self.encoder = Encoder()
         self.head = nn.Linear(8, 11)
         self.step = 0
 
@@ -308,21 +258,41 @@ class WithEncoder(nn.Module):
 
 
 class TwoNames(WideLossModule):
-    """Holds the encoder by a name of its own as well, and calls it by that in validation."""
+    """Holds the encoder by a name of its own as well, and calls it by that in validation.
 
-    def __init__(self, model: nn.Module) -> None:
+    Under manual optimization, where the children of the module are FSDP roots of their own, it has one name.
+    """
+
+    def __init__(self, model: nn.Module, is_manual: bool) -> None:
         super().__init__(model)
-        self.encoder = model.encoder
+        self.automatic_optimization = not is_manual
+        if not is_manual:
+            self.encoder = model.encoder
         self.seen: set[torch.dtype] = set()
 
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.seen.add(self.model(batch["input_ids"]).dtype)
+        if self.automatic_optimization:
+            return self(batch)
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % ACCUMULATE == 0 or batch_idx + 1 == CASE.num_batches
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self(batch))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.seen.add(self.encoder(batch["input_ids"]).dtype)
+        called = self.encoder if self.automatic_optimization else self.model
+        self.seen.add(called(batch["input_ids"]).dtype)
 
 
-def _fit_two_names(precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    module = TwoNames(WithEncoder())
+def _fit_two_names(precision: str, is_manual: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    module = TwoNames(WithEncoder(), is_manual)
+    accumulate = 1 if is_manual else ACCUMULATE
     settings = {
-        "accumulate_grad_batches": ACCUMULATE,
+        "accumulate_grad_batches": accumulate,
         "limit_val_batches": 1,
         **precision_options(precision),
     }
@@ -330,11 +300,17 @@ def _fit_two_names(precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]
     return full_weights(module), module.seen
 
 
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "16-mixed"]))
-def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
-    """It gives float32 to the LightningModule, and what it computes in to the module around it."""
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("precision", "is_manual"),
+    first_by_default(
+        [("bf16-mixed", False), ("bf16-mixed", True), ("16-mixed", False), ("16-mixed", True)], 2
+    ),
+)
+def test_what_roots_return(pool2: RankPool, precision: str, is_manual: bool) -> None:
+    """float32 to the LightningModule, also of a module that it holds twice, and what it computes in to others."""
     own = loop(precision, "fsdp2", WithEncoder())
-    for weights, seen in pool2.run(_fit_two_names, precision):
+    for weights, seen in pool2.run(_fit_two_names, precision, is_manual):
         assert seen == {torch.float32}
         assert weight_error(weights, own) <= tolerances(precision)[0]
 
@@ -378,3 +354,147 @@ def test_what_no_unit_casts(pool2: RankPool, precision: str) -> None:
         assert replicated == ["model.scale", "model.norm.weight", "model.norm.bias"]
         assert weight_error(weights, own) <= tolerances(precision)[0]
     assert relative_error(torch.tensor(0.7), own["model.scale"]) > 1
+
+
+# --- What can be chosen, what is refused, what is said: the same on every rank
+
+BF16 = torch.bfloat16
+FP16 = torch.float16
+PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision}
+
+
+def _error(options: dict[str, Any], precision: str) -> str:
+    """What a fit raises. Plugins whose libraries are absent are made without their constructors."""
+    settings = {} if precision in PLUGINS else precision_options(precision)
+    trainer = make_trainer(AutomodelStrategy(**options), **settings)
+    if precision in PLUGINS:
+        trainer.strategy.precision_plugin = object.__new__(PLUGINS[precision])
+    try:
+        trainer.fit(WideLossModule(decoder()), loader())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def policy(dtype: torch.dtype | None) -> dict[str, Any]:
+    wide = torch.float32
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=wide)}
+
+
+ANY = "choose Trainer(precision=...) from 32-true"
+CHOSEN = [
+    ("64-true", policy(BF16), "bfloat16: pass param_dtype=torch.float64 or None"),
+    ("engine", {}, f"does not work with TransformerEnginePrecision: {ANY}"),
+    ("32-true", policy(FP16), "needs the gradient scaler of '16-mixed'"),
+    ("fsdp", DDP, f"'ddp' does not work with FSDPPrecision: {ANY}"),
+    ("16-mixed", policy(FP16), "nothing"),
+    ("bf16-true", policy(None), "nothing"),
+]
+
+
+@pytest.mark.parametrize(("precision", "options", "message"), first_by_default(CHOSEN, 2))
+@pytest.mark.every_case
+def test_refused(pool2: RankPool, precision: str, options: dict[str, Any], message: str) -> None:
+    """Whatever could not be brought about, with the valid ones; next to it what can."""
+    assert all(message in found for found in pool2.run(_error, options, precision))
+
+
+class CountsMask(WideLossModule):
+    """Counts a mask of 1001 ones that came in float32 with the batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self(batch), "num_label_tokens": batch["mask"].sum()}
+
+
+class ShardsItself(WideLossModule):
+    """Sharded by `configure_model`, without a policy, as `ModelParallelStrategy` wants it."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def _said(
+    make_module: type[WideLossModule], options: dict[str, Any], precisions: list[str]
+) -> tuple[list[str], str, dict[str, str], int, dict[str, Tensor]]:
+    """What is said of precisions in fits of one module, the error that ends them, and what the last one left."""
+    module = make_module(decoder())
+    data = DataLoader([{**batch, "mask": torch.ones(1001)} for batch in loader()], batch_size=None)
+    error = ""
+    for precision in precisions:
+        strategy = AutomodelStrategy(**options)
+        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **precision_options(precision))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(module, data)
+            except ValueError as raised:
+                error = str(raised)
+                break
+    ours = ("updates parameters in", "mp_policy", "precision=")
+    said = [text for text in (str(each.message) for each in told) if any(part in text for part in ours)]
+    count = 0 if strategy.last_step is None else int(strategy.last_step.num_label_tokens)
+    return said, error, strategy.describe().get("precision", {}), count, full_weights(module)
+
+
+OF_BEFORE = "mp_policy=None beside precision='32-true' has no effect on a model that was sharded before"
+SAID = [
+    # What is trained, with which options and in which precisions; what is said, and what is refused.
+    (WideLossModule, {}, ["32-true", "bf16-true"], "", "would convert the module to torch.bfloat16, but"),
+    (WideLossModule, {}, ["bf16-mixed", "32-true"], OF_BEFORE, ""),
+    (ShardsItself, policy(BF16), ["bf16-mixed"], "mp_policy=MixedPrecisionPolicy(", ""),
+    (WideLossModule, {**policy(BF16), **DDP}, ["bf16-mixed"], "mp_policy has no effect with", ""),
+    (WideLossModule, {}, ["bf16-mixed", "bf16-mixed"], "", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("make_module", "options", "precisions", "said", "error"), first_by_default(SAID, 3)
+)
+@pytest.mark.every_case
+def test_said_once(
+    pool2: RankPool,
+    make_module: type[WideLossModule],
+    options: dict[str, Any],
+    precisions: list[str],
+    said: str,
+    error: str,
+) -> None:
+    """What is without effect, by rank 0; what shards of an earlier fit cannot follow is refused."""
+    (told, raised, *_), (silent, raised_too, *_) = pool2.run(_said, make_module, options, precisions)
+    assert raised == raised_too
+    assert bool(raised) == bool(error)
+    assert error in raised
+    assert len(told) == bool(said)
+    assert all(said in text for text in told)
+    assert silent == []
+
+
+def test_a_policy_does_not_round_counts(pool2: RankPool) -> None:
+    """The batch of a step stays as it was loaded: 4 micro-batches of 1001 tokens are 4004, not 4000."""
+    for *_, count, _ in pool2.run(_said, CountsMask, {}, ["bf16-mixed"]):
+        assert count == 4004
+
+
+def test_sharded_without_a_policy(pool2: RankPool) -> None:
+    """Then autocast does what the precision says, in the units' place."""
+    same = 16 * torch.finfo(torch.float32).eps
+    for _, _, described, _, weights in pool2.run(_said, ShardsItself, {}, ["bf16-mixed"]):
+        assert described["computation"] == "torch.bfloat16"
+        assert weight_error(weights, loop("bf16-mixed", "ddp")) <= same
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    first_by_default(
+        [
+            ("bf16-true", {}, ["bfloat16", "bfloat16", "float32"]),
+            ("bf16-mixed", {}, ["float32", "bfloat16", "float32"]),
+            ("bf16-true", DDP, ["bfloat16", "bfloat16", "bfloat16"]),
+        ]
+    ),
+)
+def test_described(pool2: RankPool, precision: str, options: dict[str, Any], expected: list[str]) -> None:
+    """The resolved dtypes, also after a second set-up of the same model."""
+    dtypes = dict(zip(["parameters", "computation", "reduction"], expected, strict=True))
+    for _, _, described, _, _ in pool2.run(_said, WideLossModule, options, [precision, precision]):
+        assert described == {"trainer": precision, **{key: f"torch.{name}" for key, name in dtypes.items()}}
