@@ -1003,6 +1003,9 @@ TRAININGS: dict[str, Training] = {
 LIKE_OTHERS = (
     *("clipping", "samples", "slices", "overrides, ddp", "rows of a gradient, ddp"),
     *("manual, accumulated", "manual, half", "manual, slices", "gan, ddp", "gan, accumulated"),
+    *("manual, uneven", "manual, ddp", "a private state", "slices, shifted", "a tensor", "a sum"),
+    *("equal counts, other parts", "class weights, told", "raises alone, ddp", "detached, ddp"),
+    *("overrides, lightning", "lightning, samples", "a scheduler in the step"),
 )
 """Those that another one resembles, each in the sweep alone: the same module elsewhere, or two things that are each
 in one of their own."""

@@ -1,4 +1,4 @@
-"""EvaluationLoss gives the value of one process over the whole set, and so do the right ways to log; the wrong one not.
+"""EvaluationLoss gives the value of one process over the whole set.
 
 The reference knows neither ranks nor batches: the sum of the token losses of the whole set over its label
 tokens.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss
 from tests.data.test_uneven_inputs import Stream
@@ -162,36 +160,21 @@ def test_means_of_batches_of_samples_and_of_nothing(pool2: RankPool) -> None:
 
 # --- Layouts, loaders, and a fit --------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "hsdp": (4, {"data_parallel_replicate_size": 2}),
-    "tensor_parallel": (4, {"tensor_parallel_size": 2}),
-}
-COUNTS4 = (5, 3, 1, 4)
+
+def _evaluate_loaders() -> list[dict[str, float]]:
+    index = dist.get_rank() // 2
+    own = micro_batches(CASE)[index]
+    loaders = [DataLoader(own[:count], batch_size=None) for count in (COUNTS[index], 2)]
+    callback = EvaluationLoss(perplexity="{stage}_perplexity")
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=2), callbacks=[callback])
+    return trainer.validate(Evaluated(tensor_parallel=True), loaders, verbose=False)
 
 
-def _evaluate_loaders(layout: str) -> list[dict[str, float]]:
-    is_tensor_parallel = layout == "tensor_parallel"
-    case = CASE if is_tensor_parallel else replace(CASE, num_ranks=4)
-    index = dist.get_rank() // (2 if is_tensor_parallel else 1)
-    own = micro_batches(case)[index]
-    loaders = [DataLoader(own[:count], batch_size=None) for count in (COUNTS4[index], 2)]
-    trainer = make_trainer(
-        AutomodelStrategy(**LAYOUTS[layout][1]), callbacks=[EvaluationLoss(perplexity="{stage}_perplexity")]
-    )
-    return trainer.validate(Evaluated(tensor_parallel=is_tensor_parallel), loaders, verbose=False)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_several_loaders(pool4: RankPool, layout: str) -> None:
+def test_several_loaders(pool4: RankPool) -> None:
     """Each has its own value under the name that Lightning gives it. Tensor-parallel peers count once."""
-    case = CASE if layout == "tensor_parallel" else replace(CASE, num_ranks=4)
-    batches = micro_batches(case)
-    first = expected(
-        [batch for share, count in zip(batches, COUNTS4, strict=False) for batch in share[:count]]
-    )
-    second = expected([batch for share in batches for batch in share[:2]])
-    for found in pool4.run(_evaluate_loaders, layout):
+    first = expected([batch for share in shares() for batch in share])
+    second = expected([batch for share in shares((2, 2)) for batch in share])
+    for found in pool4.run(_evaluate_loaders):
         for index, (values, wanted) in enumerate(zip(found, (first, second), strict=True)):
             names = [f"{name}/dataloader_idx_{index}" for name in ("val_loss", "val_perplexity")]
             assert sorted(values) == names
@@ -278,47 +261,3 @@ def test_a_step_that_tells_too_little(pool2: RankPool) -> None:
         assert "return {'loss': loss, 'num_label_tokens': n} from test_step" in no_count
         assert "DDPStrategy does not count them (AutomodelStrategy does). Return" in other_strategy
         assert "{'loss': mean, 'num_label_tokens': n}" in other_strategy
-
-
-# --- What README and docs/watching.md say of logging ------------------------------------------------------------------
-
-
-class LogsInEveryWay(Evaluated):
-    def __init__(self) -> None:
-        super().__init__("returned")
-        torch.set_default_dtype(torch.float64)  # in which Lightning and TorchMetrics add up
-        self.mean = MeanMetric()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
-        loss = self(batch)
-        n = (batch["labels"] != -100).sum()
-        self.log("wrong", loss, sync_dist=True)
-        self.log("batch_size", torch.where(n > 0, loss, 0.0), batch_size=n, sync_dist=True)  # type: ignore[arg-type]
-        self.mean.update(torch.where(n > 0, loss, 0.0), weight=n)
-        self.log("metric", self.mean)
-        return {"loss": loss, "num_label_tokens": n}
-
-
-def _rank1_has(labels: str) -> list[list[Batch]]:
-    """The batches of each rank, of which some or none have no label token."""
-    if labels == "everywhere":
-        return [[batch for batch in own if count_labels(batch)] for own in shares()]
-    return shares()
-
-
-def _log_in_every_way(labels: str) -> dict[str, float]:
-    own = DataLoader(_rank1_has(labels)[dist.get_rank()], batch_size=None)
-    trainer = make_trainer(AutomodelStrategy(), callbacks=[EvaluationLoss("callback")])
-    return dict(trainer.validate(LogsInEveryWay(), own, verbose=False)[0])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("labels", ["here-and-there", "everywhere"])
-def test_ways_to_log_a_mean(pool2: RankPool, labels: str) -> None:
-    """Three are the value of one process. A mean of batches' means is not, and NaN where one has no label token."""
-    wanted = expected([batch for share in _rank1_has(labels) for batch in share])
-    for found in pool2.run(_log_in_every_way, labels):
-        for name in ("callback", "batch_size", "metric"):
-            assert is_near(found[name], wanted), name
-        assert not abs(found["wrong"] - wanted) < 0.01
-        assert math.isnan(found["wrong"]) == (labels != "everywhere")

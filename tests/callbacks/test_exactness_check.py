@@ -279,14 +279,13 @@ def test_on_a_command_line() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
 @pytest.mark.parametrize("strategy", random_trainings.STRATEGIES)
-@pytest.mark.parametrize("numbers", [[0, 1], pytest.param([2], marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("numbers", [[0], pytest.param([1, 2], marks=pytest.mark.sweep)])
 def test_no_false_alarm(strategy: str, precision: str, numbers: list[int], pool2: RankPool) -> None:
     """Random trainings that are right are called exact, a few of those that were tried."""
     found = random_trainings.right(pool2, numbers, strategy, precision)
     assert [each for each in found if each[1] != "exact"] == []
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
 def test_power(precision: str, pool2: RankPool) -> None:
     """The same under Lightning's ddp on unequal counts, which are wrong, are called that."""

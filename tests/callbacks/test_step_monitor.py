@@ -1,24 +1,21 @@
-"""StepMonitor logs each optimizer step once, to every logger; Lightning's monitors log the rest beside it."""
+"""StepMonitor logs each optimizer step once, to every logger."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
 from tests.callbacks.test_evaluation_loss import count_labels
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import SILENT, Batch, TinyDecoder, micro_batches
-from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
+from tests.trainer.exactness import SILENT, Batch, micro_batches
+from tests.trainer.runs import CASE, LabelledModule, make_trainer
 from tests.trainer.test_lightning_callbacks import Recorder
 
 COUNTS = (8, 5)  # batches of each rank; the rest are fillers
@@ -134,55 +131,3 @@ def test_another_strategy() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
     trainer.fit(LabelledModule(), DataLoader(shares()[0][:2], batch_size=None))
     assert [set(entry) for entry in monitor.history] == [{"step", "train/learning_rate"}] * 2
-
-
-# --- Beside Lightning's monitors --------------------------------------------------------------------------------------
-
-
-class MeasuresFlops(LabelledModule):
-    """As docs/watching.md shows it: operations of a forward and backward, on a copy without memory."""
-
-    def setup(self, stage: str) -> None:
-        with torch.device("meta"):
-            model = TinyDecoder(CASE.seed)
-            batch = {name: torch.zeros_like(values, device="meta") for name, values in BATCH.items()}
-        self.flops_per_batch = measure_flops(model, lambda: mean_loss(model, batch), lambda loss: loss)
-
-
-BATCH = micro_batches(CASE)[0][0]
-
-
-def _monitor_throughput() -> list[dict[str, float]]:
-    recorder = Recorder()
-    throughput = ThroughputMonitor(
-        batch_size_fn=lambda batch: len(batch["input_ids"]),
-        length_fn=lambda batch: batch["input_ids"].numel(),
-        window_size=2,
-    )
-    trainer = make_trainer(
-        AutomodelStrategy(),
-        callbacks=[StepMonitor(every_n_steps=1), throughput],
-        logger=recorder,
-        log_every_n_steps=1,
-        accumulate_grad_batches=2,
-    )
-    trainer.fit(MeasuresFlops(), DataLoader([BATCH] * 4, batch_size=None))
-    return recorder.logged
-
-
-def test_lightnings_throughput_monitor(pool2: RankPool) -> None:
-    """Rank 0's samples and tokens, and the operations of all ranks a second, as its own times give them."""
-    with FlopCounterMode(display=False) as counter:
-        mean_loss(TinyDecoder(CASE.seed), BATCH).backward()
-    logged, of_other_rank = pool2.run(_monitor_throughput)
-    assert not any("train/samples" in metrics for metrics in of_other_rank)
-    steps = [metrics for metrics in logged if "train/samples" in metrics]
-    assert [metrics["train/samples"] for metrics in steps] == [n * len(BATCH["labels"]) for n in (2, 4)]
-    for before, metrics in itertools.pairwise(steps):
-        rate = metrics["train/device/batches_per_sec"]
-        assert metrics["train/device/samples_per_sec"] == pytest.approx(rate * len(BATCH["labels"]))
-        assert metrics["train/device/items_per_sec"] == pytest.approx(rate * BATCH["labels"].numel())
-        assert metrics["train/flops_per_sec"] == pytest.approx(2 * rate * counter.get_total_flops())
-        assert metrics["train/time"] > before["train/time"]
-    monitored = [metrics for metrics in logged if "train/tokens_per_second" in metrics]
-    assert len(monitored) == len(steps)

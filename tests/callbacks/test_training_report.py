@@ -214,15 +214,3 @@ def test_in_a_browser(tmp_path: Path) -> None:
             assert blue > 200  # the curves of training
         assert page.errors == []
         assert set(page.fetched) == {path.as_uri()}
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
-def test_the_browser_tells_of_errors(tmp_path: Path) -> None:
-    """Else the test above could not fail."""
-    path = tmp_path / "page.html"
-    path.write_text("<img src='https://example.invalid/x.png'><script>throw new Error('meant')</script>")
-    with opened_browser() as page:
-        page.open(path, 400, 300)
-        assert "meant" in str(page.errors)
-        assert "https://example.invalid/x.png" in page.fetched
