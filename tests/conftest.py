@@ -104,34 +104,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def pool1() -> Iterator[RankPool]:
-    """One gloo rank, started at the first call and shared by the whole run."""
+def _pool_of(num_ranks: int) -> Iterator[RankPool]:
+    """Gloo ranks, started at the first call and shared by the whole run."""
     from tests.rank_pool import RankPool
 
-    pool = RankPool(1)
+    pool = RankPool(num_ranks)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def pool1() -> Iterator[RankPool]:
+    yield from _pool_of(1)
 
 
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[RankPool]:
-    """Two gloo ranks, started at the first call and shared by the whole run."""
-    from tests.rank_pool import RankPool
-
-    pool = RankPool(2)
-    yield pool
-    pool.stop()
+    yield from _pool_of(2)
 
 
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[RankPool]:
-    """Four gloo ranks, started at the first call and shared by the whole run."""
-    from tests.rank_pool import RankPool
-
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
+    yield from _pool_of(4)
 
 
 @pytest.fixture(scope="session")

@@ -103,7 +103,8 @@ class RankPool:
         function = pickle.dumps((fn, args, kwargs))
         if not self._ranks:
             self._start()
-        return self._exchange(function, fn.__qualname__, float(os.environ.get("RANK_TIMEOUT_S", timeout_s)))
+        name = getattr(fn, "__qualname__", repr(fn))
+        return self._exchange(function, name, float(os.environ.get("RANK_TIMEOUT_S", timeout_s)))
 
     def stop(self) -> None:
         """Kill all ranks: nothing that they still hold is worth the seconds in which they would end by themselves."""

@@ -164,47 +164,6 @@ def test_kubernetes_manifest() -> None:
     assert arguments.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
-# --- The site ---------------------------------------------------------------------------------------------------------
-
-
-def build(root: Path, folder: Path) -> tuple[int, str]:
-    """Status and messages of a build as .ci/run has it; with --quiet, --strict would not see warnings."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return built.returncode, built.stderr
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site."""
-    folder = tmp_path_factory.mktemp("site")
-    status, messages = build(ROOT, folder)
-    assert status == 0, messages
-    return folder
-
-
-@pytest.mark.sweep  # `.ci/run` builds the site strictly
-def test_site(site: Path) -> None:
-    """Nothing comes from another host; every public name has its place, and no reStructuredText is left."""
-    assert (site / "llms.txt").is_file()
-    assert (site / "search" / "search_index.json").is_file()
-    loaded = r'<(?:script|img|iframe)[^>]* src="?https?:|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*href="?https?:'
-    assert [page.name for page in site.rglob("*.html") if re.search(loaded, page.read_text())] == []
-    api = (site / "api.html").read_text()
-    assert [
-        name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api
-    ] == []
-    support = (site / "benchmarks" / "results" / "support_cpu2.html").read_text()
-    assert set(re.findall(r'class="?support-(\w+)', support)) == {
-        "passed",
-        "agrees",
-        "refused",
-        "differs",
-        "not",
-    }
-    assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
-
-
 def test_diagrams() -> None:
     """Each has a text for those who do not see it, and boxes that do not overlap; a repeated one is the same."""
     charts = MERMAID.findall((DOCS / "how_it_works.md").read_text())

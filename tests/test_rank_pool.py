@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,10 +16,6 @@ def sum_of_ranks(offset: int) -> float:
     total = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(total)
     return total.item()
-
-
-def rank_and_doubled(value: torch.Tensor) -> tuple[int, torch.Tensor]:
-    return dist.get_rank(), 2 * value
 
 
 def make_a_mess() -> None:
@@ -42,16 +37,6 @@ def fail_on_rank_1_while_rank_0_waits() -> None:
     dist.barrier()
 
 
-def destroy_group() -> None:
-    dist.destroy_process_group()
-
-
-def join_through_environment() -> int:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    return dist.get_world_size()
-
-
 def hang_on_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)
@@ -66,14 +51,6 @@ def assert_gone(process_ids: list[int]) -> None:
     for process_id in process_ids:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
-
-
-def test_results_come_back_in_the_order_of_the_ranks(pool2: RankPool) -> None:
-    """Every rank runs the function, can communicate, and its tensors travel both ways."""
-    assert pool2.run(sum_of_ranks, offset=1) == [3.0, 3.0]
-    (rank0, tensor0), (rank1, tensor1) = pool2.run(rank_and_doubled, torch.ones(2))
-    assert (rank0, rank1) == (0, 1)
-    torch.testing.assert_close((tensor0, tensor1), (torch.full((2,), 2.0), torch.full((2,), 2.0)))
 
 
 def test_calls_do_not_see_each_other(pool2: RankPool) -> None:
@@ -95,15 +72,6 @@ def test_failing_rank_is_named_and_frees_its_peer(pool2: RankPool) -> None:
     assert 'raise ValueError("no labels here")' in caught.value.failures[1]
     assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
     assert pool2.process_ids == process_ids
-
-
-@pytest.mark.parametrize(("leave", "result"), [(destroy_group, None), (join_through_environment, 2)])
-def test_next_call_has_a_group_again(
-    pool2: RankPool, leave: Callable[[], int | None], result: int | None
-) -> None:
-    """Code under test may destroy the group, or replace it through MASTER_ADDR and MASTER_PORT."""
-    assert pool2.run(leave) == [result, result]
-    assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]
 
 
 def test_hang_and_death_stop_the_pool_and_the_next_call_restarts_it() -> None:

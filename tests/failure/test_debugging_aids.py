@@ -1,12 +1,9 @@
 """What docs/debugging.md shows of the hang in examples/hang.py is what torch and this package really print."""
 
-import contextlib
 import os
 import re
 import runpy
-import signal
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -110,26 +107,6 @@ def test_detail_finds_no_difference_after_a_barrier_of_three() -> None:
     ranks = [Launched(_sum_after_a_barrier, **place(port, rank, 3), **detail) for rank in range(3)]
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.value for outcome in outcomes] == [3.0] * 3, outcomes
-
-
-@pytest.mark.sweep  # likewise
-def test_the_debug_server_shows_where_every_rank_stands(tmp_path: Path) -> None:
-    pytest.importorskip("tabulate", reason="torch's debug server needs tabulate")
-    deadline = time.monotonic() + PATIENCE_S
-    stacks: list[str] = []
-    arguments = ["--timeout", "120", "--debug-server", "0"]
-    ranks = started_ranks(_run_script, arguments, tmp_path, WORLD_SIZE)
-    with killed_at_the_end(ranks), contextlib.ExitStack() as groups:
-        for rank in ranks:
-            groups.callback(os.killpg, rank.pid, signal.SIGKILL)
-        while not (len(stacks) == 1 + WORLD_SIZE and "in reduce_scatter_single" in stacks[2]):
-            assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
-            time.sleep(0.1)
-            newest = sorted((tmp_path / "stacks").glob("stacks_*.txt"))[-1:]
-            stacks = re.split("=== Rank", newest[0].read_text()) if newest else []
-    assert f'hang.py", line {MISTAKE} in training_step' in stacks[1]
-    assert "hang.py" in stacks[2]
-    assert "in training_step" not in stacks[2]
 
 
 def test_the_document_names_the_line_of_the_mistake() -> None:

@@ -84,38 +84,6 @@ def test_all_learn_one_cause(scale: Any, server: Any, seed: int) -> None:
     assert scale.random_faults(16, number, server, random.Random(seed)) == number
 
 
-@EACH_SEED
-def test_many_raise_and_each_knows_the_first(scale: Any, server: Any, seed: int) -> None:
-    """Whoever is slower learns of it from its own attempt to post."""
-    draw = random.Random(seed)
-    world = scale.World(6, server.new_store(), draw)
-    raising = draw.sample(world.ranks, draw.randint(2, 6))
-    failures = [
-        RankFailure(rank.rank, "host", "training_step", "ValueError", str(rank.rank)) for rank in raising
-    ]
-    found = [rank.watch.post(failure) for rank, failure in zip(raising, failures, strict=True)]
-    assert found == [failures[0]] * len(raising)
-    world.beat()
-    assert {rank.watch.failure for rank in world.ranks} == {failures[0]}
-    assert world.store.check([f"known/failure/{rank}" for rank in range(6)]), "each says that it knows"
-
-
-def test_the_first_failure_stays(server: Any) -> None:
-    """Whichever thread learns of it, and however often."""
-    watch = Watch(0, 2, server.new_store(), MINUTE, MINUTE, str)
-    learnt: list[RankFailure] = []
-    failures = [replace(OWN, message=str(index)) for index in range(20)]
-    threads = [
-        threading.Thread(target=lambda each=each: learnt.append(watch.learn(each))) for each in failures
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(learnt) == {watch.failure}
-    assert watch.store.check(["known/failure/0"])
-
-
 def test_an_exception_of_its_thread_is_named_as_such() -> None:
     """Once it was taken for the end of rank 0, which holds the store."""
 

@@ -12,116 +12,61 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run. The defaults are the simplest run there is.
+    """One training run. The defaults are the simplest run there is."""
 
-    Attributes:
-        seed: Of the initial weights and of the data.
-        engine: "fsdp2", "ddp", or "hsdp" on four ranks.
-        experts: Ranks that the experts of each block are spread over; 4 brings four ranks. Without, blocks
-            have none.
-        task: What is predicted, "tokens" or "rows".
-        container: How the module holds its blocks, and how it calls them.
-        output: What a block returns.
-        norm: Normalisation in front of the head; "batch" is one of micro-batches.
-        parts: Extra parameters: see `Net`.
-        counter: A buffer that counts forwards and scales the output: "persistent" or "transient".
-        frozen: What is not trained: "embedding", "block" or "biases".
-        thaw: When a part that was frozen is unfrozen, or the other way round: "epoch", "window" or
-            "mid_window".
-        penalty: A loss on weights in `training_step`: "full_tensor".
-        batch: What a batch looks like.
-        num_batches: Micro-batches of an epoch on each rank.
-        more_batches: Batches that rank 0 has more than the others.
-        stream: The loader does not know its length.
-        gap: What has no label token: some "micro_batches", one "rank" or one "window".
-        epochs: Of the fit.
-        accumulation: Micro-batches a window; several: a `GradientAccumulationScheduler`.
-        tell: How the strategy learns the count. "equal" is `per_token_loss=False`.
-        weighted: The loss has class weights, and the count is their sum.
-        loss_reduction: What `training_step` returns.
-        label_shift: Leading label positions that the loss drops.
-        aux: The loss holds a part that is no token loss.
-        forwards: Forwards of the module for one loss.
-        optimizer: "sgd", "groups" of parameters, "adam" or "nesterov".
-        schedule: A learning rate schedule, by "step" or "epoch".
-        clip: The Trainer's clipping, "norm" or "value".
-        hooks: What the module's hooks do: see `Hooks` in `ranks.py`.
-        skip: Indices of batches whose `training_step` returns None.
-        manual: Manual optimization, see `reference.py`; None is automatic.
-        manual_clip: How it clips: "strategy", "self" or "torch".
-        callbacks: Callbacks of the Trainer.
-        stops: Micro-batches after which the fit is stopped and resumed.
-        fits: What an estimate says that fits unsharded, "nothing", "gradients" or "all": of each fit between
-            stops.
-        strategy: More options of the strategy.
-        trainer: More options of the Trainer.
-
-    What users write beside training is in `user_code.py`; its values are "WHAT@WHERE":
-
-    Attributes:
-        foreign: Gradients computed and thrown away in a hook.
-        inner: A gradient that the loss is made of: "fgsm", "virtual", "penalty", "grad_norm" or "cam".
-        writes: Writes to weights: in the step, the forward or a hook.
-        alias: How a parameter is reached past the module tree, and whose parameter.
-        backward: A hook on a module or a parameter, or an autograd function, that changes gradients.
-        changed: What becomes of the module's structure, in which hook.
-        soft: Labels are distributions over classes.
-        negative: Rank 1 tells its counts with a minus.
-        over_ranks: The loss that is returned is already the mean over ranks.
-        rows: How a hook changes some rows of a gradient, or draws random numbers for it.
-        snippet: A name of `tests/sharding/snippets.py`, run before each step but the first.
-        functional: `torch.func.functional_call` of a block: with weights of its "own", or "made" by others.
-    """
-
-    seed: int = 0
-    engine: str = "fsdp2"
-    experts: int = 0
-    task: str = "tokens"
-    container: str = "list"
-    output: str = "tensor"
-    norm: str | None = None
-    parts: tuple[str, ...] = ()
-    counter: str | None = None
-    frozen: str | None = None
-    thaw: str | None = None
-    penalty: str | None = None
-    batch: str = "dict"
-    num_batches: int = 3
-    more_batches: int = 0
-    stream: bool = False
-    gap: str | None = None
+    seed: int = 0  # of the initial weights and of the data
+    engine: str = "fsdp2"  # "ddp", or "hsdp" on four ranks
+    experts: int = 0  # ranks that the experts of each block are spread over; 4 brings four ranks
+    task: str = "tokens"  # what is predicted: also "rows"
+    container: str = "list"  # how the module holds its blocks, and how it calls them
+    output: str = "tensor"  # what a block returns
+    norm: str | None = None  # in front of the head; "batch" is one of micro-batches
+    parts: tuple[str, ...] = ()  # extra parameters: see `Net`
+    counter: str | None = None  # a buffer that counts forwards and scales the output
+    frozen: str | None = None  # what is not trained
+    thaw: str | None = None  # when a part that was frozen is unfrozen, or the other way round
+    penalty: str | None = None  # a loss on weights in `training_step`
+    batch: str = "dict"  # what a batch looks like
+    num_batches: int = 3  # micro-batches of an epoch on each rank
+    more_batches: int = 0  # that rank 0 has
+    stream: bool = False  # the loader does not know its length
+    gap: str | None = None  # what has no label token: some "micro_batches", one "rank" or one "window"
     epochs: int = 1
-    accumulation: tuple[int, ...] = (1,)
-    tell: str = "labels"
-    weighted: bool = False
+    accumulation: tuple[int, ...] = (
+        1,
+    )  # micro-batches a window; several: a `GradientAccumulationScheduler`
+    tell: str = "labels"  # how the strategy learns the count; "equal" is `per_token_loss=False`
+    weighted: bool = False  # the loss has class weights, and the count is their sum
     loss_reduction: str = "mean"
     label_shift: int = 0
-    aux: bool = False
-    forwards: int = 1
+    aux: bool = False  # the loss holds a part that is no token loss
+    forwards: int = 1  # for one loss
     optimizer: str = "sgd"
-    schedule: str | None = None
-    clip: str | None = None
-    hooks: tuple[str, ...] = ()
-    skip: tuple[int, ...] = ()
-    manual: str | None = None
-    manual_clip: str | None = None
+    schedule: str | None = None  # of the learning rate
+    clip: str | None = None  # the Trainer's clipping
+    hooks: tuple[str, ...] = ()  # what the module's hooks do: see `Searched`
+    skip: tuple[int, ...] = ()  # batches whose `training_step` returns None
+    manual: str | None = None  # manual optimization, see `reference.py`; None is automatic
+    manual_clip: str | None = None  # how it clips
     callbacks: tuple[str, ...] = ()
-    stops: tuple[int, ...] = ()
-    fits: tuple[str, ...] = ()
-    strategy: tuple[tuple[str, Any], ...] = ()
-    trainer: tuple[tuple[str, Any], ...] = ()
-    foreign: tuple[str, ...] = ()
-    inner: str | None = None
-    writes: tuple[str, ...] = ()
-    alias: str | None = None
-    backward: str | None = None
-    changed: str | None = None
-    soft: bool = False
-    negative: bool = False
-    over_ranks: bool = False
-    rows: str | None = None
-    snippet: str | None = None
-    functional: str | None = None
+    stops: tuple[int, ...] = ()  # micro-batches after which the fit is stopped and resumed
+    fits: tuple[str, ...] = ()  # what an estimate says that fits unsharded: of each fit between stops
+    strategy: tuple[tuple[str, Any], ...] = ()  # more options of the strategy
+    trainer: tuple[tuple[str, Any], ...] = ()  # more options of the Trainer
+
+    # What users write beside training: `user_code.py`. Many values are "WHAT@WHERE".
+    foreign: tuple[str, ...] = ()  # gradients computed and thrown away in a hook
+    inner: str | None = None  # a gradient that the loss is made of
+    writes: tuple[str, ...] = ()  # to weights: in the step, the forward or a hook
+    alias: str | None = None  # how a parameter is reached past the module tree, and whose parameter
+    backward: str | None = None  # what changes gradients in the backward
+    changed: str | None = None  # what becomes of the module's structure, in which hook
+    soft: bool = False  # labels are distributions over classes
+    negative: bool = False  # rank 1 tells its counts with a minus
+    over_ranks: bool = False  # the loss that is returned is already the mean over ranks
+    rows: str | None = None  # how a hook changes some rows of a gradient, or draws random numbers for it
+    snippet: str | None = None  # of `tests/sharding/snippets.py`, run before each step but the first
+    functional: str | None = None  # `functional_call` of a block: with weights of its "own", or "made"
 
     @property
     def num_ranks(self) -> int:
@@ -138,12 +83,8 @@ class Case:
 
     def as_dict(self) -> dict[str, Any]:
         """What differs from the defaults."""
-        default = type(self)()
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(type(self), name)}
 
 
 def has(case: Case, option: str, *values: Any) -> bool:

@@ -7,132 +7,89 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.search.cases import Case
-from tests.search.kinds import draw_kinds
+from tests.search.kinds import draw_kinds, one_of
 from tests.search.rules import made_valid
 
+
+def _some(words: str) -> Callable[[random.Random], tuple[str, ...]]:
+    """A drawn trait that is some of these words."""
+    return lambda rng: _sample(rng, words.split())
+
+
+def _sample(rng: random.Random, values: list[str]) -> tuple[str, ...]:
+    return tuple(sorted(rng.sample(values, rng.choice([1, 1, 2, 3]))))
+
+
+def _options(values: dict[str, list[Any]]) -> Callable[[random.Random], tuple[tuple[str, Any], ...]]:
+    return lambda rng: tuple((name, rng.choice(values[name])) for name in _sample(rng, list(values)))
+
+
+STRATEGY_OPTIONS: dict[str, list[Any]] = {
+    "reshard_during_accumulation": [True, False],
+    "reshard_after_forward": [False],
+    "defer_fsdp_grad_sync": [False, "all_reduce"],
+    "count_window_ahead": [True],
+    "activation_checkpointing": [True, "selective"],
+    "cpu_offload": [True],
+    "prefetch": [1, 2],
+    "track_grad_norm": [True],
+    "error_if_nonfinite": [True],
+    "save_distributed_checkpoint": [True, False],
+    "ddp_kwargs": [(("find_unused_parameters", True),), (("gradient_as_bucket_view", True),)],
+}
+TRAINER_OPTIONS: dict[str, list[Any]] = {
+    "max_steps": [2, 3],
+    "limit_train_batches": [2],
+    "num_sanity_val_steps": [1],
+    "precision": ["32-true"],
+    "reload_dataloaders_every_n_epochs": [1],
+    "detect_anomaly": [True],
+    "log_every_n_steps": [1],
+    "inference_mode": [False],
+}
 VALUES: dict[str, Callable[[random.Random], Any]] = {
-    "engine": lambda rng: rng.choice(["ddp", "ddp", "ddp", "ddp", "ddp", "ddp", "hsdp"]),
+    "engine": one_of("ddp ddp ddp ddp ddp ddp hsdp"),
     "task": lambda rng: "rows",
-    "container": lambda rng: rng.choice(
-        [
-            "sequential",
-            "groups",
-            "iterated",
-            "indexed",
-            "dict",
-            "nested",
-            "reused",
-            "dict_of_groups",
-            "direct",
-        ]
-    ),
-    "output": lambda rng: rng.choice(["tuple", "dict"]),
-    "norm": lambda rng: rng.choice(["layer", "batch"]),
-    "parts": lambda rng: _some(
-        rng, ["tied", "scalar", "vector", "gate", "unused", "sometimes", "empty", "teacher"]
-    ),
-    "counter": lambda rng: rng.choice(["persistent", "transient"]),
-    "frozen": lambda rng: rng.choice(["embedding", "block", "biases"]),
-    "thaw": lambda rng: rng.choice(["epoch", "window", "mid_window"]),
+    "container": one_of("sequential groups iterated indexed dict nested reused dict_of_groups direct"),
+    "output": one_of("tuple dict"),
+    "norm": one_of("layer batch"),
+    "parts": _some("tied scalar vector gate unused sometimes empty teacher"),
+    "counter": one_of("persistent transient"),
+    "frozen": one_of("embedding block biases"),
+    "thaw": one_of("epoch window mid_window"),
     "penalty": lambda rng: "full_tensor",
-    "batch": lambda rng: rng.choice(["tuple", "list", "nested", "beside", "object"]),
+    "batch": one_of("tuple list nested beside object"),
     "more_batches": lambda rng: rng.randint(1, 3),
     "stream": lambda rng: True,
-    "gap": lambda rng: rng.choice(["micro_batches", "micro_batches", "rank", "window"]),
+    "gap": one_of("micro_batches micro_batches rank window"),
     "epochs": lambda rng: rng.choice([2, 2, 3]),
     "accumulation": lambda rng: rng.choice([(2,), (2,), (3,), (4,), (2, 3), (1, 2), (3, 1)]),
-    "tell": lambda rng: rng.choice(
-        ["key", "callable", "callable_tensor", "returned", "returned_tensor", "equal", "samples"]
-    ),
+    "tell": one_of("key callable callable_tensor returned returned_tensor equal samples"),
     "weighted": lambda rng: True,
     "loss_reduction": lambda rng: "sum",
     "label_shift": lambda rng: 1,
     "aux": lambda rng: True,
     "forwards": lambda rng: 2,
-    "optimizer": lambda rng: rng.choice(["groups", "adam", "nesterov"]),
-    "schedule": lambda rng: rng.choice(["step", "epoch"]),
-    "clip": lambda rng: rng.choice(["norm", "norm", "value"]),
-    "hooks": lambda rng: _some(
-        rng,
-        [
-            "scale_before_step",
-            "decay_before_step",
-            "clamp_before_step",
-            "penalty_before_step",
-            "double_after_backward",
-            "drop_after_backward",
-            "norm_after_backward",
-            "own_clipping",
-            "clip_by_own_rule",
-            "warm_up",
-            "zero_in_mid_window",
-            "zero_set_to_zero",
-            "norm_before_step",
-            "swap_in_mid_window",
-        ],
+    "optimizer": one_of("groups adam nesterov"),
+    "schedule": one_of("step epoch"),
+    "clip": one_of("norm norm value"),
+    "hooks": _some(
+        "scale_before_step decay_before_step clamp_before_step penalty_before_step double_after_backward"
+        " drop_after_backward norm_after_backward own_clipping clip_by_own_rule warm_up zero_in_mid_window"
+        " zero_set_to_zero norm_before_step swap_in_mid_window"
     ),
     "skip": lambda rng: tuple(sorted(rng.sample(range(4), rng.choice([1, 1, 2])))),
-    "manual": lambda rng: rng.choice(
-        [
-            "each",
-            "window",
-            "unclosed",
-            "add",
-            "two_losses",
-            "gan",
-            "gan_window",
-            "two_optimizers",
-            "chunks",
-            "closure",
-        ]
-    ),
-    "callbacks": lambda rng: _some(
-        rng, ["checkpoint", "save_in_mid_window", "ema", "swa", "monitor", "early", "finetuning", "validate"]
-    ),
+    "manual": one_of("each window unclosed add two_losses gan gan_window two_optimizers chunks closure"),
+    "callbacks": _some("checkpoint save_in_mid_window ema swa monitor early finetuning validate"),
     "stops": lambda rng: tuple(sorted(rng.sample(range(1, 6), rng.choice([1, 1, 2])))),
-    "strategy": lambda rng: _options(
-        rng,
-        {
-            "reshard_during_accumulation": [True, False],
-            "reshard_after_forward": [False],
-            "defer_fsdp_grad_sync": [False, "all_reduce"],
-            "count_window_ahead": [True],
-            "activation_checkpointing": [True, "selective"],
-            "cpu_offload": [True],
-            "prefetch": [1, 2],
-            "track_grad_norm": [True],
-            "error_if_nonfinite": [True],
-            "save_distributed_checkpoint": [True, False],
-            "ddp_kwargs": [(("find_unused_parameters", True),), (("gradient_as_bucket_view", True),)],
-        },
-    ),
-    "trainer": lambda rng: _options(
-        rng,
-        {
-            "max_steps": [2, 3],
-            "limit_train_batches": [2],
-            "num_sanity_val_steps": [1],
-            "precision": ["32-true"],
-            "reload_dataloaders_every_n_epochs": [1],
-            "detect_anomaly": [True],
-            "log_every_n_steps": [1],
-            "inference_mode": [False],
-        },
-    ),
+    "strategy": _options(STRATEGY_OPTIONS),
+    "trainer": _options(TRAINER_OPTIONS),
 }
 """What a trait becomes when it is drawn. Those that are not drawn stay at their defaults."""
 
 
 EXPERTS = "experts"
 """Among the kinds of a search: experts are spread wherever they can be."""
-
-
-def _some(rng: random.Random, values: list[str]) -> tuple[str, ...]:
-    return tuple(sorted(rng.sample(values, rng.choice([1, 1, 2, 3]))))
-
-
-def _options(rng: random.Random, values: dict[str, list[Any]]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, rng.choice(values[name])) for name in _some(rng, list(values)))
 
 
 def _fits(rng: random.Random) -> tuple[str, ...]:

@@ -38,38 +38,31 @@ def _write(rng: random.Random) -> tuple[str, ...]:
     )
 
 
-def _crossed(*lists: list[str]) -> Callable[[random.Random], str]:
-    return lambda rng: "@".join(rng.choice(values) for values in lists)
+def one_of(words: str) -> Callable[[random.Random], str]:
+    """A drawn trait that is one of these words."""
+    return lambda rng: rng.choice(words.split())
+
+
+def _crossed(*lists: str) -> Callable[[random.Random], str]:
+    return lambda rng: "@".join(rng.choice(words.split()) for words in lists)
 
 
 KINDS: dict[str, Callable[[random.Random], Any]] = {
     "foreign": _foreign,
-    "inner": lambda rng: rng.choice(["fgsm", "virtual", "penalty", "grad_norm", "cam"]),
+    "inner": one_of("fgsm virtual penalty grad_norm cam"),
     "writes": _write,
-    "alias": _crossed(["dict", "list", "closure", "object"], ["root", "unit"]),
-    "backward": lambda rng: rng.choice(
-        [
-            "full_hook_scale",
-            "full_hook_squash",
-            "pre_hook_scale",
-            "pre_hook_squash",
-            "parameter_hook_scale",
-            "parameter_hook_squash",
-            "function_reverse",
-            "function_clip",
-        ]
+    "alias": _crossed("dict list closure object", "root unit"),
+    "backward": one_of(
+        "full_hook_scale full_hook_squash pre_hook_scale pre_hook_squash parameter_hook_scale"
+        " parameter_hook_squash function_reverse function_clip"
     ),
-    "changed": _crossed(
-        ["append", "replace", "fill"], ["setup", "configure_model", "configure_optimizers", "train_start"]
-    ),
+    "changed": _crossed("append replace fill", "setup configure_model configure_optimizers train_start"),
     "soft": lambda rng: True,
     "negative": lambda rng: True,
     "over_ranks": lambda rng: True,
-    "rows": lambda rng: rng.choice(
-        ["slice", "one", "narrow", "view", "assign", "index", "fill", "mask", "data", "noise", "drawn"]
-    ),
+    "rows": one_of("slice one narrow view assign index fill mask data noise drawn"),
     "snippet": lambda rng: rng.choice(list(SNIPPETS)),
-    "functional": lambda rng: rng.choice(["own", "made"]),
+    "functional": one_of("own made"),
 }
 """What a kind becomes when it is drawn."""
 
@@ -183,8 +176,10 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         lambda c: "normalize@forward" in c.writes,
         {"forwards": 1, "foreign": _without_places("after_forward")},
     ),
-    (lambda c: "max_norm" in c.writes, {"parts": dropped("parts", "tied")}),
-    (lambda c: "max_norm" in c.writes, {"hooks": dropped("hooks", "swap_in_mid_window")}),
+    (
+        lambda c: "max_norm" in c.writes,
+        {"parts": dropped("parts", "tied"), "hooks": dropped("hooks", "swap_in_mid_window")},
+    ),
     (lambda c: c.inner is not None and c.manual in (*_GANS, "chunks"), {"inner": None}),
     (lambda c: c.inner in ("cam", "grad_norm"), {"forwards": 1}),
     (lambda c: c.manual in (*_GANS, "chunks", "two_losses"), {"foreign": _without_places("after_backward")}),
