@@ -77,13 +77,6 @@ CELLS = [
 ]
 """On gloo. A skipped collective is not among them: gloo itself aborts a process where ranks do not match."""
 
-EXPERT_CELLS = [
-    replace(cell, has_experts=True)
-    for cell in CELLS
-    if cell.data_parallel == "fsdp2" and cell.context == 1 and cell.hook != "test_step"
-]
-"""With a mixture of experts, whose ranks wait for each other in every layer too; unequal test data is refused."""
-
 NCCL_CELLS = [
     *(replace(cell, device="nccl") for cell in CELLS),
     *(Cell("training_step", KERNEL, data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
@@ -93,7 +86,6 @@ NCCL_CELLS = [
 BY_DEFAULT = {
     Cell("prepare_data", "exception", rank=0),
     Cell("teardown", "exception"),
-    Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),
     Cell("training_step", "SIGTERM"),
@@ -101,10 +93,6 @@ BY_DEFAULT = {
     Cell("training_step", "SIGSTOP"),
     Cell("attend", "exception", context=WORLD_SIZE),
     Cell("training_step", OUT_OF_MEMORY),
-    Cell("training_step", HANG),
-}
-EXPERTS_BY_DEFAULT = {
-    Cell("training_step", "SIGKILL", has_experts=True),
 }
 NCCL_BY_DEFAULT = {
     Cell("training_step", "exception", data_parallel="ddp", device="nccl"),

@@ -24,12 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_automodel import (
-    AutomodelStrategy,
-    context_parallel_attention,
-    dispatch_tokens,
-    spread_experts,
-)
+from lightning_automodel import AutomodelStrategy, context_parallel_attention
 from lightning_automodel.distributed import collectives
 from tests import devices
 from tests.processes import forked, free_port
@@ -69,28 +64,17 @@ CALLED_LAST = ("on_train_end", "on_fit_end", "teardown")
 class Cell:
     """One fault.
 
-    Attributes:
-        hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a
-            layer, and ``"test_step"`` is that of a test in which the last rank has less data than the
-            others.
-        fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data
-            ends"`` before that of the others, which each rank raises. ``CTRL_C`` comes to all ranks,
-            ``HANG`` is in the rank's own code, ``SKIP`` is a collective of the others, and ``KERNEL`` a
-            label out of range.
-        rank: Where it happens.
-        data_parallel: Engine of the strategy.
-        context: Ranks that share each batch: one, or all.
-        device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's.
-        has_experts: Whether the model has a mixture of experts, which are spread over all ranks.
+    ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a layer, and ``"test_step"`` that of a
+    test in which the last rank has less data than the others. ``CTRL_C`` comes to all ranks, ``HANG`` is in the rank's
+    own code, ``SKIP`` is a collective of the others, and ``KERNEL`` a label out of range.
     """
 
     hook: str
     fault: str
     rank: int = 1
     data_parallel: str = "fsdp2"
-    context: int = 1
-    device: str = "cpu"
-    has_experts: bool = False
+    context: int = 1  # ranks that share each batch: one, or all
+    device: str = "cpu"  # with gloo; or "nccl", the second device whose collectives behave as NCCL's
 
     @property
     def timeout_s(self) -> float:
@@ -124,27 +108,20 @@ class Cell:
             f"rank{self.rank}",
             self.engine,
             *([] if self.device == "cpu" else [self.device]),
-            *(["experts"] if self.has_experts else []),
         ]
         return "-".join(part.replace(", ", "-").replace(" ", "_") for part in parts)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault.
+    """What came of a fault."""
 
-    Attributes:
-        statuses: Exit status by rank; negative is the number of a signal, None still running.
-        outputs: Everything that each rank printed.
-        seconds: From the fault until the last of the other ranks had left.
-        raised_s: From the fault until the Trainer had raised on the last of the other ranks; None where it
-            did not on one of them.
-    """
-
-    statuses: dict[int, int | None]
-    outputs: dict[int, str]
-    seconds: float
-    raised_s: float | None
+    statuses: dict[
+        int, int | None
+    ]  # exit status by rank; negative is the number of a signal, None still running
+    outputs: dict[int, str]  # everything that each rank printed
+    seconds: float  # from the fault until the last of the other ranks had left
+    raised_s: float | None  # until the Trainer had raised on the last of them; None where it did not on one
 
 
 class Ragged(Dataset):
@@ -164,32 +141,11 @@ class Ragged(Dataset):
         return {"input_ids": torch.arange(8), "labels": labels}
 
 
-class Mixture(nn.Module):
-    """Two experts for each rank; a gate chooses two for each token."""
+class Model(pl.LightningModule):
+    """Two layers and a head; `fail_in` breaks one of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(8, 2 * WORLD_SIZE)
-        self.experts = nn.Parameter(torch.randn(2 * WORLD_SIZE, 8, 8) / 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, -2)
-        weights, chosen = self.gate(tokens).softmax(-1).topk(2)
-        mesh = self.experts.device_mesh["expert_parallel"]
-        mixed = dispatch_tokens(tokens, chosen, weights, 2 * WORLD_SIZE, self._compute, mesh)
-        return hidden + mixed.view_as(hidden)
-
-    def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = zip(rows.split(counts), self.experts.to_local(), strict=True)
-        return torch.cat([part @ expert for part, expert in parts])
-
-
-class Model(pl.LightningModule):
-    """Two layers and a head, with experts before it if there are any; `fail_in` breaks one of its hooks."""
-
-    def __init__(self, has_experts: bool = False) -> None:
-        super().__init__()
-        self.mixture = Mixture() if has_experts else nn.Identity()
         self.embed = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, 16)
@@ -198,11 +154,7 @@ class Model(pl.LightningModule):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = torch.relu(block(self.attend(hidden)))
-        return self.head(self.mixture(hidden))
-
-    def configure_model(self) -> None:
-        if isinstance(self.mixture, Mixture):
-            spread_experts(self.mixture, self.device_mesh["expert_parallel"], names=["experts"])
+        return self.head(hidden)
 
     def attend(self, hidden: Tensor) -> Tensor:
         return context_parallel_attention(*[hidden[:, None]] * 3)[:, 0]
@@ -338,7 +290,6 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
         strategy=AutomodelStrategy(
             data_parallel=cell.data_parallel,
             context_parallel_size=cell.context,
-            expert_parallel_size=WORLD_SIZE if cell.has_experts else 1,
             timeout=timedelta(seconds=cell.timeout_s),
             heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S),
         ),
@@ -353,11 +304,11 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
     )
     if cell.hook == "test_step":
         length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
-        trainer.test(model_class(cell.has_experts), DataLoader(Ragged(on_get, length), 2))
+        trainer.test(model_class(), DataLoader(Ragged(on_get, length), 2))
         return
     length = ROWS_OF_LESS if cell.fault == DATA_ENDS and rank == cell.rank else 4096
     trainer.fit(
-        model_class(cell.has_experts),
+        model_class(),
         DataLoader(Ragged(on_get, length), 2),
         DataLoader(Ragged(lambda: None), 2),
     )

@@ -19,8 +19,6 @@ from tests.failure import fault_table
 from tests.failure.fault_cells import (
     BY_DEFAULT,
     CELLS,
-    EXPERT_CELLS,
-    EXPERTS_BY_DEFAULT,
     NCCL_BY_DEFAULT,
     NCCL_CELLS,
 )
@@ -67,21 +65,13 @@ def outcomes(
         found = {cell: executor.submit(run, cell, tmp_path_factory.mktemp("cell")) for cell in in_order}
         yield found
     if path:
-        in_tables = [cell for cell in cells if not cell.has_experts]
-        fault_table.write(Path(path), {cell: found[cell].result() for cell in in_tables})
+        fault_table.write(Path(path), {cell: found[cell].result() for cell in cells})
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cell", _parameters(CELLS, BY_DEFAULT))
 def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
     """With a non-zero status, and a message that names the failed rank, its hook and its error."""
-    _check(cell, outcomes[cell].result())
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cell", _parameters(EXPERT_CELLS, EXPERTS_BY_DEFAULT))
-def test_others_leave_with_experts(cell: Cell, outcomes: dict[Cell, Future]) -> None:
-    """Likewise where ranks wait for the tokens of others. Not in the tables: it is the same."""
     _check(cell, outcomes[cell].result())
 
 
@@ -148,8 +138,6 @@ def test_a_default_run_meets_every_fault() -> None:
     """On the first rank and on another, under each engine, and never a cell that the table lacks."""
     assert set(CELLS) > BY_DEFAULT
     assert set(NCCL_CELLS) > NCCL_BY_DEFAULT
-    assert set(EXPERT_CELLS) > EXPERTS_BY_DEFAULT
-    for what in ("rank", "data_parallel", "context"):
-        assert {getattr(cell, what) for cell in BY_DEFAULT} == {getattr(cell, what) for cell in CELLS}
-    by_default = BY_DEFAULT | EXPERTS_BY_DEFAULT | NCCL_BY_DEFAULT
-    assert {cell.fault for cell in by_default} == {cell.fault for cell in NCCL_CELLS}
+    by_default = BY_DEFAULT | NCCL_BY_DEFAULT
+    for what in ("rank", "data_parallel", "context", "fault"):
+        assert {getattr(cell, what) for cell in by_default} == {getattr(cell, what) for cell in NCCL_CELLS}
