@@ -19,7 +19,7 @@ LONGEST_DELAY_S = 0.003
 
 
 class PlannedError(Exception):
-    """What a plan says that a rank raises; its message is unlike that of any other."""
+    """What a plan says that a rank raises."""
 
 
 @dataclass

@@ -260,66 +260,51 @@ def joins_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[in
         yield port, process, folder
 
 
+def _briefly(port: int, ranks: tuple[int, ...], world_size: int, **environment: str) -> list[Launched]:
+    return [Launched(_wait_briefly, {}, **place(port, rank, world_size), **environment) for rank in ranks]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
     """All at the same time, and beside the tests above: these processes mostly wait."""
-    folder = tmp_path_factory.mktemp("meet")
     agent = _host_store()
-    ports = {name: free_port() for name in ("env", "host", "lightning", "twins", "sizes", "backends")}
-    file = f"file://{folder}/file"
+    ports = {name: free_port() for name in CASES}
+    at = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
+    file = f"file://{tmp_path_factory.mktemp('meet')}/file"
     waited = f"within {BRIEF.total_seconds():g} s"
+    twins = [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)]
+    sizes = [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)]
+    backends = [
+        Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
+        for rank, name in enumerate(["gloo", "cpu:gloo"])
+    ]
+    by_file = [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)]
+    by_agent = _briefly(agent.port, (0, 2), 3, TORCHELASTIC_USE_AGENT_STORE="True")
+    meeting_place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(ports["lightning"])}
+    by_lightning = [Launched(_wait_briefly_as_lightning_does, 0, 2, **meeting_place)]
     with _listener() as busy:
         yield {
             "environment": Case(
-                [Launched(_wait_briefly, {}, **place(ports["env"], rank, 4)) for rank in (0, 2)],
-                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']}", waited],
+                _briefly(ports["environment"], (0, 2), 4),
+                ["for ranks 1, 3:", NOT_THERE, f"join at {at['environment']}", waited],
             ),
-            "file": Case(
-                [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
-                ["for ranks 0:", NOT_THERE, f"join at {file}", waited],
-            ),
+            "file": Case(by_file, ["for ranks 0:", NOT_THERE, f"join at {file}", waited]),
             "launcher": Case(
-                [
-                    Launched(
-                        _wait_briefly, {}, **place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
-                    )
-                    for rank in (0, 2)
-                ],
-                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited],
+                by_agent, ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited]
             ),
             "no host": Case(
-                [Launched(_wait_briefly, {}, **place(ports["host"], 1, 2))],
-                [
-                    "rank 0 on an unknown host",
-                    "ConnectionRefusedError",
-                    f"{LOOPBACK}:{ports['host']}",
-                    waited,
-                ],
+                _briefly(ports["no host"], (1,), 2),
+                ["rank 0 on an unknown host", "ConnectionRefusedError", at["no host"], waited],
             ),
             "lightning": Case(
-                [
-                    Launched(
-                        _wait_briefly_as_lightning_does,
-                        0,
-                        2,
-                        MASTER_ADDR=LOOPBACK,
-                        MASTER_PORT=str(ports["lightning"]),
-                    ),
-                ],
-                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{ports['lightning']}", waited],
+                by_lightning, ["for ranks 1:", NOT_THERE, f"join at {at['lightning']}", waited]
             ),
             "port in use": Case(
-                [Launched(_wait_briefly, {}, **place(busy, 0, 2))],
-                [
-                    "rank 0 on ",
-                    "holds the store",
-                    f"port: {busy}",
-                    "EADDRINUSE",
-                    f"{LOOPBACK}:{busy}",
-                ],
+                _briefly(busy, (0,), 2),
+                ["rank 0 on ", "holds the store", f"port: {busy}", "EADDRINUSE", f"{LOOPBACK}:{busy}"],
             ),
             "twins": Case(
-                [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
+                twins,
                 [
                     "rank 1 on ",
                     "two processes joined as this rank",
@@ -328,16 +313,9 @@ def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> It
                 ],
             ),
             "sizes": Case(
-                [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
-                ["rank ", "world size 3", "world size 4", "give every rank the same WORLD_SIZE"],
+                sizes, ["rank ", "world size 3", "world size 4", "give every rank the same WORLD_SIZE"]
             ),
-            "backends": Case(
-                [
-                    Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
-                    for rank, name in enumerate(["gloo", "cpu:gloo"])
-                ],
-                ["backend gloo", "backend cpu:gloo", "give every rank the same"],
-            ),
+            "backends": Case(backends, ["backend gloo", "backend cpu:gloo", "give every rank the same"]),
         }
 
 
@@ -358,10 +336,6 @@ def test_every_rank_that_is_there_is_told_the_culprit(failures: dict[str, Case],
         assert "Traceback" not in outcome.error
         assert outcome.error.count("\n") == 0
     assert len({outcome.error for outcome in outcomes}) == 1
-
-
-def test_all_cases_run(failures: dict[str, Case]) -> None:
-    assert sorted(failures) == sorted(CASES)
 
 
 def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
