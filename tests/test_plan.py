@@ -86,18 +86,22 @@ def _by_kind(plan: Plan) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_experts_are_refused() -> None:
-    with pytest.raises(
-        CannotPlanError, match="expert_parallel_size=2 is not planned: how many tokens reach the experts"
-    ):
-        _run(expert_parallel_size=2)
-
-
-def test_replicas_are_refused() -> None:
-    with pytest.raises(
-        CannotPlanError, match="data_parallel='ddp' is not planned, only sharded layouts are"
-    ):
-        _plan(data_parallel="ddp")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"expert_parallel_size": 2},
+            "expert_parallel_size=2 is not planned: how many tokens reach the experts",
+        ),
+        ({"data_parallel": "ddp"}, "data_parallel='ddp' is not planned, only sharded layouts are"),
+        ({"tensor_parallel_size": 2}, "parallel"),
+        ({"context_parallel_size": 2}, "parallel"),
+    ],
+)
+def test_layouts_that_cannot_be_planned(options: dict[str, Any], said: str) -> None:
+    """Beside others a module without a tensor-parallel plan, and one whose attention stays within a slice."""
+    with pytest.raises(CannotPlanError, match=said):
+        Plan(_run(**options), StrategyOptions(**options), 2, 1, 2, is_host=True)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -211,13 +215,6 @@ def scale_page(
 def test_the_page_of_scale_is_of_this_plan(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     computed, written = scale_page((model,), monkeypatch)
     assert computed == written
-
-
-def test_layouts_that_cannot_be() -> None:
-    """A module whose attention stays within a slice, and one without a tensor-parallel plan."""
-    for tensor, context in ((2, 1), (1, 2)):
-        with pytest.raises(CannotPlanError, match="parallel"):
-            _run(tensor_parallel_size=tensor, context_parallel_size=context)
 
 
 def test_tensor_and_context_parallel_layouts_of_transformers() -> None:

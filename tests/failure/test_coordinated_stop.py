@@ -28,15 +28,6 @@ def exchange(agreements: list[StopAgreement], store: dist.Store) -> None:
         agreement.exchange(store, store.get(STOP), store.get(STEPS))
 
 
-def test_nobody_asks() -> None:
-    """Steps go on, and no promise is made that would let one wait."""
-    store, agreements = make(2)
-    for step in range(1, 4):
-        assert not any(agreement.begin_step(step, WAIT_S) for agreement in agreements)
-        exchange(agreements, store)
-    assert store.get(STOP).decode() == NONE
-
-
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 20))]
 )

@@ -46,6 +46,12 @@ def _parameters(cells: list[Cell], by_default: set[Cell]) -> list[Any]:
     ]
 
 
+def _run(cell: Cell, folder: Path) -> Outcome:
+    if cell.device == "nccl" and build.compiler() is not None:
+        build.built()
+    return run(cell, folder)
+
+
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -56,13 +62,11 @@ def outcomes(
         for item in request.session.items
         if item.name.startswith("test_others_leave")
     ]
-    if any(cell.device == "nccl" for cell in cells) and build.compiler() is not None:
-        build.built()
     path = request.config.getoption("--fault-table")
     with ThreadPoolExecutor(max_workers=2 if path else 4) as executor:
-        # The longest first, which only wait.
-        in_order = sorted(cells, key=lambda cell: -cell.timeout_s)
-        found = {cell: executor.submit(run, cell, tmp_path_factory.mktemp("cell")) for cell in in_order}
+        # Gloo while the second device may still be compiled; the longest first, which only wait.
+        in_order = sorted(cells, key=lambda cell: (cell.device, -cell.timeout_s))
+        found = {cell: executor.submit(_run, cell, tmp_path_factory.mktemp("cell")) for cell in in_order}
         yield found
     if path:
         fault_table.write(Path(path), {cell: found[cell].result() for cell in cells})
