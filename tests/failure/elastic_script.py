@@ -55,13 +55,13 @@ class FailsOnce(Callback):
         os.kill(os.getpid(), signal.Signals[self.fault])
 
 
-def main(folder: Path, seed: int, fault: str, options: dict[str, Any]) -> None:
+def main(folder: Path, seed: int, fault: str) -> None:
     """Train to the end, from wherever the newest checkpoint is, with other weights in memory."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fails = FailsOnce(seed, fault)
     trainer = Trainer(
         **{**SILENT, "enable_checkpointing": True},
-        strategy=AutomodelStrategy(timeout=0.5, **options),
+        strategy=AutomodelStrategy(timeout=0.5),
         accelerator="cpu",
         devices=2,
         callbacks=[fails, ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_last="link")],
@@ -86,9 +86,4 @@ def main(folder: Path, seed: int, fault: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        {"async_checkpoint": sys.argv[4] == "in_background"},
-    )
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -14,11 +14,11 @@ from tests.failure.elastic_script import NUM_STEPS
 from tests.processes import run_anew
 
 
-def run_job(folder: Path, seed: int, fault: str, how: str) -> str:
+def run_job(folder: Path, seed: int, fault: str) -> str:
     """What both attempts of both ranks print; the job must end well."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    script = ["-m", "tests.failure.elastic_script", str(folder), str(seed), fault, how]
+    script = ["-m", "tests.failure.elastic_script", str(folder), str(seed), fault]
     status, printed = run_anew([*launch, *meet, *script], folder, timeout_s=280)
     assert status == 0, printed
     return printed
@@ -40,16 +40,10 @@ def check(folder: Path) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("seed", "fault", "how"),
-    [
-        (1, "exception", "at_once"),
-        *((seed, "SIGKILL", how) for seed in range(1, 4) for how in ("at_once", "in_background")),
-    ],
-)
-def test_random_moments(tmp_path: Path, seed: int, fault: str, how: str) -> None:
+@pytest.mark.parametrize(("seed", "fault"), [(1, "exception"), *((seed, "SIGKILL") for seed in range(1, 4))])
+def test_random_moments(tmp_path: Path, seed: int, fault: str) -> None:
     """Other victims, other batches. Without torchrun, test_faults.py asks for the cause in each default run."""
-    printed = run_job(tmp_path, seed, fault, how)
+    printed = run_job(tmp_path, seed, fault)
     if fault == "exception":
         assert "failed in on_before_backward: ValueError: no labels here" in printed
     check(tmp_path)
