@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -352,6 +352,7 @@ class TrainingRun:
     ) -> Any:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
 
+        @wraps(step)
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)

@@ -21,11 +21,10 @@ from lightning_automodel.checkpoint.state_dict import (
     model_state,
     under_own_names,
 )
-from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped
+from lightning_automodel.checkpoint.tree import Entry, TreePath, placed
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.sharding.whole_copies import write_part
 
 
 class CheckpointLoader:
@@ -107,7 +106,9 @@ class CheckpointLoader:
             tree = {MODEL: checkpoint[MODEL]}
             if optimizers is not None:
                 tree = {**checkpoint, OPTIMIZERS: self._states(checkpoint, optimizers)}
-        filled = self._read(tree)
+            filled, targets = placed(tree, self._target)
+        if self._shards is not None:
+            self._shards.read(targets)
         with on_every_rank(self._what):
             self._load_model(module, filled[MODEL], strict)
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
@@ -173,36 +174,14 @@ class CheckpointLoader:
         pairs = enumerate(zip(states, self._named, strict=True))
         return [state_here(state, named, index) for index, (state, named) in pairs]
 
-    def _read(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """``tree`` with values, for each rank its part of what is to be sharded. A collective."""
-        targets: dict[str, Tensor] = {}
-
-        def place(path: TreePath, leaf: Any) -> Any:
-            if isinstance(leaf, Entry) and leaf.value is not None:
-                leaf = leaf.value  # a hook has computed with it
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
-                return leaf
-            into = self._target(path, leaf)
-            if into is None:
-                return leaf
-            if isinstance(leaf, Entry) and leaf.key not in targets:
-                targets[leaf.key] = into
-            else:  # values, or an entry under a second name, which reads itself
-                write_part(into, leaf)
-            return into
-
-        with on_every_rank(self._what):
-            filled: dict[str, Any] = mapped(tree, place)
-        if self._shards is not None:
-            self._shards.read(targets)
-        return filled
-
-    def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
-        """The new tensor that a tensor of the checkpoint is read into; None if it stays as it is.
+    def _target(self, path: TreePath, leaf: Any) -> Tensor | None:
+        """The new tensor that a leaf of the checkpoint is read into, each rank its part; None if it stays as it is.
 
         It is laid out like the parameter that it belongs to, such as one whose average it is. What was sharded
         and belongs to none is laid out like a sharded one of its shape, or whole.
         """
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return None
         name = without_wrappers(str(path[-1]))
         owner = self._own.get(name)
         if path[0] == OPTIMIZERS:

@@ -34,15 +34,23 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
         save_file(shards.read_all(shards.tree, partial(new_tensor, folder)), str(target))
 
 
-def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """Read a directory in the form of one file, without optimizer states; None if it is not a directory."""
-    if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
-        return None
-    place = paths.normalize(path)
-    if not paths.is_directory(place):
-        return None
-    with on_this_rank(f"Cannot load {place}"):
-        shards = ShardDirectory(place, weights_only)
+_load = lightning_internals.saving.pl_load
+
+
+@wraps(_load)
+def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Replaces what Lightning's ``load_from_checkpoint`` calls, which has no setting for directories of shards.
+
+    These are read in the form of one file, without optimizer states.
+    """
+    is_path = isinstance(path_or_url, str | Path)
+    if not is_path or str(path_or_url).startswith(("http://", "https://")):
+        return _load(path_or_url, map_location, weights_only)
+    path = paths.normalize(path_or_url)
+    if not paths.is_directory(path):
+        return _load(path_or_url, map_location, weights_only)
+    with on_this_rank(f"Cannot load {path}"):
+        shards = ShardDirectory(path, weights_only)
     checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})
     # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
     if isinstance(map_location, str | torch.device):
@@ -51,16 +59,4 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     return checkpoint
 
 
-_load = lightning_internals.saving.pl_load
-
-
-@wraps(_load)
-def _load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Replaces what Lightning's ``load_from_checkpoint`` calls, which has no setting for directories of shards."""
-    checkpoint = read_directory(path_or_url, map_location, weights_only)
-    if checkpoint is None:
-        checkpoint = _load(path_or_url, map_location, weights_only)
-    return checkpoint
-
-
-overwrite(lightning_internals.saving, "pl_load", _load_any)
+overwrite(lightning_internals.saving, "pl_load", load_any)

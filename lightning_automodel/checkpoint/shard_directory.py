@@ -35,7 +35,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
-from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped, mapped_by_key
+from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped_by_key, placed
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank
@@ -290,15 +290,11 @@ class ShardDirectory(FileSystemReader):
 
         ``make(size, dtype=)`` makes the tensors that are filled.
         """
-        targets: dict[str, Tensor] = {}
 
-        def place(_: TreePath, leaf: Any) -> Any:
-            if not isinstance(leaf, Entry):
-                return leaf
-            targets[leaf.key] = make(leaf.shape, dtype=leaf.dtype)
-            return targets[leaf.key]
+        def target(_: TreePath, leaf: Any) -> Tensor | None:
+            return make(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Entry) else None
 
-        filled = mapped(tree, place)
+        filled, targets = placed(tree, target)
         self.read(targets, is_alone=True)
         return filled
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.internals.dtensor import plain_access, tree_map_only
+from lightning_automodel.sharding.whole_copies import write_part
 
 TreePath = tuple[Any, ...]
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
@@ -79,6 +80,29 @@ def mapped(tree: Any, change: Callable[[TreePath, Any], Any], path: TreePath = (
     if is_named:
         return type(tree)(*values)
     return type(tree)(values)
+
+
+def placed(tree: Any, make: Callable[[TreePath, Any], Tensor | None]) -> tuple[Any, dict[str, Tensor]]:
+    """A copy of ``tree`` in which ``make(path, leaf)`` takes the place of leaves, unless that is None.
+
+    It holds their values, but of entries that nobody has computed with. Also returned is what is to be read of these:
+    what each takes the place of, by its key.
+    """
+    targets: dict[str, Tensor] = {}
+
+    def place(path: TreePath, leaf: Any) -> Any:
+        if isinstance(leaf, Entry) and leaf.value is not None:
+            leaf = leaf.value
+        into = make(path, leaf)
+        if into is None:
+            return leaf
+        if isinstance(leaf, Entry) and leaf.key not in targets:
+            targets[leaf.key] = into
+        else:  # values, or an entry under a second name, which reads itself
+            write_part(into, leaf)
+        return into
+
+    return mapped(tree, place), targets
 
 
 def moved(tree: Any, device: str | torch.device) -> Any:

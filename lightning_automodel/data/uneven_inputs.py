@@ -43,12 +43,6 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
 
 _TRAIN = "train"
-# Of each other stage the Trainer's loaders and numbers of batches, and the module's step.
-_EVALUATED = {
-    "val": ("val_dataloaders", "num_val_batches", "validation_step"),
-    "test": ("test_dataloaders", "num_test_batches", "test_step"),
-    "predict": ("predict_dataloaders", "num_predict_batches", "predict_step"),
-}
 
 
 class UnevenInputs:
@@ -300,7 +294,7 @@ class UnevenInputs:
         """
         stops = begin()
         self._num_evaluated += 1
-        self._begin_evaluated_batch(args)
+        self._begin_evaluated_batch(step.__name__, args)
         output = self._run_in_step(partial(step, *args))
         while self._next.is_filler and self._next.ranks_without():
             if stops:
@@ -321,16 +315,15 @@ class UnevenInputs:
                 " iterator anew where it ends."
             )
 
-    def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
-        """Note the batch that is about to be evaluated, and the next one, where ranks may have unequally many.
+    def _begin_evaluated_batch(self, step: str, args: tuple[Any, ...]) -> None:
+        """Note the batch that ``step`` is about to evaluate, and the next one, where ranks may have unequally many.
 
         The other ranks are told whether this one has a next batch. ValueError if the loader is not known.
         """
         self._handle = NO_BATCH
         self._next = NO_BATCH
         trainer = self._trainer
-        of_stage, limits, step = _EVALUATED[self._stage]
-        loaders = CombinedLoader(getattr(trainer, of_stage)).flattened
+        loaders = CombinedLoader(getattr(trainer, f"{self._stage}_dataloaders")).flattened
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
@@ -348,8 +341,7 @@ class UnevenInputs:
             return
         draws = loader.draws
         self._handle = draws.begin(draws.number + 1)
-        if trainer.sanity_checking:
-            limits = "num_sanity_val_batches"
+        limits = f"num_{'sanity_val' if trainer.sanity_checking else self._stage}_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
         is_last = draws.number >= getattr(trainer, limits)[index] or not draws.ahead(1)
         self._next = BatchHandle(is_filler=True) if is_last else draws.ahead(1)[0]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel.checkpoint import export_hugging_face, model_state
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.reading import read_directory
+from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from tests.rank_pool import RankPool
 
@@ -80,7 +80,7 @@ def _export(folder: str, num_layers: int, rows: int) -> dict[str, int]:
     if dist.get_rank() == 0:
         consolidate = partial(main, ["consolidate", path, f"{folder}/consolidate"])
         grown["consolidate"] = _grown_by(consolidate, "RssAnon")
-        grown["all of it"] = _grown_by(partial(read_directory, path, None, None), "VmRSS")
+        grown["all of it"] = _grown_by(partial(load_any, path, None, None), "VmRSS")
     return grown
 
 

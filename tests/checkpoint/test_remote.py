@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, paths
-from lightning_automodel.checkpoint.reading import read_directory
+from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
 from tests.checkpoint.checkpoints import FORMS, deviation, fit, load_only, resume, save, uninterrupted
@@ -130,7 +130,7 @@ def test_a_file_after_a_directory(place: str) -> None:
     prepare_shards({"state_dict": {"weight": weight}, "epoch": 0}, place)(None)
     with pytest.raises(CheckpointError, match=f"{place} is a directory: remove it, or choose another path"):
         prepare_file({"state_dict": {"weight": weight + 1}, "epoch": 1}, place, save_file)(None)
-    assert torch.equal(read_directory(place, None, None)["state_dict"]["weight"], weight)
+    assert torch.equal(load_any(place, None, None)["state_dict"]["weight"], weight)
     assert not Path("objects:").exists()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.reading import read_directory
+from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory, open_checkpoint
 from tests.checkpoint.test_cli import CLASS, MODEL, Custom, Runs, refused, save_shards
 
@@ -31,7 +31,7 @@ def assert_refused(path: Path, capsys: pytest.CaptureFixture[str], message: str)
     if path.is_dir():
         commands.append(["consolidate", str(path), out])
         with pytest.raises(CheckpointError) as raised:
-            read_directory(str(path), None, None)
+            load_any(str(path), None, None)
         assert message in str(raised.value)
     for command in commands:
         assert main(command) == 1
@@ -180,7 +180,7 @@ def test_a_shard_of_another_shape(tmp_path: Path, value: torch.Tensor) -> None:
     path = save_shards(tmp_path / "a.ckpt")
     _replace_entry(path, "state_dict.model.weight", value)
     with pytest.raises(CheckpointError, match=r"state_dict\.model\.weight in __0_0\.distcp"):
-        read_directory(path, None, None)
+        load_any(path, None, None)
 
 
 def test_replaced_while_it_is_checked(tmp_path: Path, mocker: Any) -> None:
