@@ -1,8 +1,8 @@
 """The command line: ``python -m lightning_automodel.checkpoint inspect|consolidate|export PATH ...``."""
 
 import argparse
-import importlib
 import json
+import pkgutil
 import sys
 
 import torch
@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command, with ``arguments`` in place of this process's; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
+        parsed.path = paths.normalize(parsed.path)
         parsed.run(parsed)
     except Exception as error:  # a file that another program wrote can raise anything
         line = " ".join(f"{parsed.path}: {describe(error)}".split())
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(parsed: argparse.Namespace) -> None:
-    tree, shards = open_checkpoint(paths.normalize(parsed.path), not parsed.trust)
+    tree, shards = open_checkpoint(parsed.path, not parsed.trust)
     if shards is not None:
         shards.check()
     report = {
@@ -97,18 +98,16 @@ def _inspect(parsed: argparse.Namespace) -> None:
 
 
 def _consolidate(parsed: argparse.Namespace) -> None:
-    consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
+    consolidate(parsed.path, parsed.out, not parsed.trust)
     print(f"Wrote {parsed.out}")
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    path = paths.normalize(parsed.path)
     weights_only = not parsed.trust
     # Compares a file with its checksums. Entries of a directory are compared as they are read.
-    open_checkpoint(path, weights_only)
-    place, _, name = parsed.module_class.rpartition(".")
-    module_class = getattr(importlib.import_module(place), name)
-    module = module_class.load_from_checkpoint(path, map_location="cpu", weights_only=weights_only)
+    open_checkpoint(parsed.path, weights_only)
+    module_class = pkgutil.resolve_name(parsed.module_class)
+    module = module_class.load_from_checkpoint(parsed.path, map_location="cpu", weights_only=weights_only)
     dtype = parsed.dtype and getattr(torch, parsed.dtype)
     export_hugging_face(module, parsed.out, dtype=dtype, adapter_only=parsed.adapter_only, prefix=parsed.key)
     print(f"Wrote {parsed.out}")

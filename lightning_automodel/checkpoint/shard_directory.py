@@ -34,13 +34,14 @@ from typing_extensions import override
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
+from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied
 from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped_by_key, placed
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_dtensor
+from lightning_automodel.internals.torch import EXTRA_STATE
 
 REST = "meta.pt"
 """File of the checkpoint without the values that lie in shards, under Lightning's name for it."""
@@ -139,7 +140,7 @@ def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
             return leaf
         is_shared = is_of_all_ranks(path, leaf)
         # Extra states may have another size on each rank.
-        if not is_shared and (path[0] != MODEL or is_extra_state(path[1])):
+        if not is_shared and (path[0] != MODEL or str(path[1]).endswith(EXTRA_STATE)):
             return leaf
         is_own = not leaf.is_meta and (is_shared or group_rank() == 0)
         own[key] = leaf if is_own else None

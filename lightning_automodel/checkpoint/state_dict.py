@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import TreePath, mapped
 from lightning_automodel.internals.torch import (
-    EXTRA_STATE,
     module_versions,
     with_module_versions,
     without_wrappers,
@@ -24,11 +23,6 @@ OPTIMIZERS = "optimizer_states"
 """Key of the optimizers' states in a checkpoint."""
 
 STATES = (MODEL, OPTIMIZERS)
-
-
-def is_extra_state(name: Any) -> bool:
-    """Whether the entry ``name`` of the model's state comes from a module's ``get_extra_state``."""
-    return str(name).rpartition(".")[2] == EXTRA_STATE
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

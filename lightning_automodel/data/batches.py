@@ -56,69 +56,6 @@ class BatchHandle:
 NO_BATCH = BatchHandle(is_filler=False)
 
 
-class Draws(Iterator[Any]):
-    """One iteration over a :class:`TrackedLoader`. User code's own iterations just yield the loader's batches.
-
-    The way of a batch through the Trainer's iteration:
-
-    ===========  ==============================================  =======================================
-    state        where it is                                     it comes there by
-    ===========  ==============================================  =======================================
-    drawn        with its handle in ``_ahead``, ``_handles``     ``ahead``, for a window or the last one
-    handed out   its handle alone, in ``_handles``               ``__next__``: the Trainer may prefetch
-    begun        with whoever asked for its handle               ``begin``
-    ===========  ==============================================  =======================================
-    """
-
-    def __init__(self, tracked: "TrackedLoader", batches: Iterator[Any]) -> None:
-        self._tracked = tracked
-        self._batches = batches
-        self._source: Iterator[tuple[BatchHandle, Any]] | None = None
-        self._ahead: deque[Any] = deque()
-        self._handles: deque[BatchHandle] = deque()
-        self.number = 0  # of the epoch's batches that were begun
-        self.begun = NO_BATCH  # the last one of these
-
-    def __next__(self) -> Any:
-        if self._source is None:
-            if not lightning_internals.is_trainer_drawing():
-                self._tracked.is_peeked = True
-                return next(self._batches)
-            self._tracked.draws = self
-            self._tracked.is_peeked = False
-            self.number = 0  # in evaluation, which begins anew
-            if self._tracked.uneven != JOIN:
-                self.number = self._tracked.loop.epoch_loop.batch_progress.current.processed
-            self._source = self._tracked.source(self._batches, self.number)
-        if not (self._ahead or self._draw()):
-            raise StopIteration
-        return self._ahead.popleft()
-
-    def _draw(self) -> bool:
-        """Draw a batch, to be handed out later. Returns whether there was one."""
-        for handle, batch in self._source or ():
-            self._handles.append(handle)
-            self._ahead.append(batch)
-            return True
-        return False
-
-    def begin(self, number: int) -> BatchHandle:
-        """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None.
-
-        A step that draws its batches begins each before it is drawn, and has the handle of an earlier one.
-        """
-        while self.number < number and self._handles:
-            self.begun = self._handles.popleft()
-            self.number += 1
-        return self.begun
-
-    def ahead(self, number: int) -> list[BatchHandle]:
-        """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
-        while len(self._handles) < number and self._draw():
-            pass
-        return list(islice(self._handles, number))
-
-
 class TrackedLoader:
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
@@ -130,7 +67,17 @@ class TrackedLoader:
     it still had one, a collective over the host ``group``. As long as it has one it does not wait: the
     exchange runs while the batch is used.
 
-    Tracked are the iterations of the Trainer alone, in training of its ``loop``; ``draws`` is the newest.
+    Tracked are the iterations of the Trainer alone, in training of its ``loop``. User code's own just yield the
+    loader's batches. The way of a batch through the Trainer's newest iteration:
+
+    ===========  ==============================================  =======================================
+    state        where it is                                     it comes there by
+    ===========  ==============================================  =======================================
+    drawn        with its handle in ``_ahead``, ``_handles``     ``ahead``, for a window or the last one
+    handed out   its handle alone, in ``_handles``               ``_iterate``: the Trainer may prefetch
+    begun        with whoever asked for its handle               ``begin``
+    ===========  ==============================================  =======================================
+
     Attributes to set:
 
     ================  ==============================================================================
@@ -140,6 +87,7 @@ class TrackedLoader:
     ``window_start``  of a stateful loader, to resume: returns the first batch of the open window, since
                       which the states before each draw are kept
     ``is_peeked``     whether user code has drawn batches since the Trainer's iteration began
+    ``number``        how many of the epoch's batches were begun
     ================  ==============================================================================
     """
 
@@ -155,7 +103,11 @@ class TrackedLoader:
             count=None,
             window_start=None,
             is_peeked=False,
-            draws=None,
+            number=0,
+            _begun=NO_BATCH,  # the last one of these
+            _source=iter(()),
+            _ahead=deque(),
+            _handles=deque(),
             _group=group,
             _states={},
             loop=loop,
@@ -183,9 +135,49 @@ class TrackedLoader:
             )
         return max(self.rank_lengths)
 
-    def __iter__(self) -> Draws:
+    def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
-        return Draws(self, iter(self.loader))
+        return self._iterate(iter(self.loader))
+
+    def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if not lightning_internals.is_trainer_drawing():
+            self.is_peeked = True
+            yield from batches
+            return
+        self.is_peeked = False
+        self.number = 0  # in evaluation, which begins anew
+        if self.uneven != JOIN:
+            self.number = self.loop.epoch_loop.batch_progress.current.processed
+        self._begun = NO_BATCH
+        self._source = self.source(batches, self.number)
+        self._ahead.clear()
+        self._handles.clear()
+        while self._ahead or self._draw():
+            yield self._ahead.popleft()
+
+    def _draw(self) -> bool:
+        """Draw a batch, to be handed out later. Returns whether there was one."""
+        for handle, batch in self._source:
+            self._handles.append(handle)
+            self._ahead.append(batch)
+            return True
+        return False
+
+    def begin(self, number: int) -> BatchHandle:
+        """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None.
+
+        A step that draws its batches begins each before it is drawn, and has the handle of an earlier one.
+        """
+        while self.number < number and self._handles:
+            self._begun = self._handles.popleft()
+            self.number += 1
+        return self._begun
+
+    def ahead(self, number: int) -> list[BatchHandle]:
+        """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
+        while len(self._handles) < number and self._draw():
+            pass
+        return list(islice(self._handles, number))
 
     def state_before(self, number: int) -> Any:
         """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""

@@ -29,7 +29,7 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
-    drawing_alike,
+    draw_alike,
     keeps_its_length,
     may_end_early,
     repeats,
@@ -88,7 +88,7 @@ class UnevenInputs:
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
 
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even, or share out another sampler.
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
         """
         loader, pads = self._without_repeats(unwrap_loader(loader))
         loader = self._compared(loader, pads)
@@ -127,7 +127,7 @@ class UnevenInputs:
         The Trainer's sampler then shares out one order of the same data on all ranks.
         """
         sampler = sampler_of_trainer(loader)
-        seed = None if sampler is None else sampler.seed
+        seed = getattr(sampler, "seed", None)
         subset = None if sampler is None else subset_number(loader.dataset)
         told = gather_objects((sized_len(loader), may_end_early(loader), seed, subset), self._group)
         lengths: list[Any] = [length for length, *_ in told]
@@ -139,7 +139,7 @@ class UnevenInputs:
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            loader = drawing_alike(loader, sampler, told[0][2])
+            draw_alike(sampler, told[0][2])
             if replaces_within(loader, sampler):
                 self._say(
                     f"The Trainer has put its own sampler, which shuffles all of the {self._stage} data, into"
@@ -243,9 +243,9 @@ class UnevenInputs:
         if trainer.train_dataloader is not self._loaders:
             self._loaders = trainer.train_dataloader
             self._begin_loaders()
-        if self._tracked is None or self._tracked.draws is None:
+        if self._tracked is None:
             return NO_BATCH
-        return self._tracked.draws.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        return self._tracked.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     @property
     def is_filler(self) -> bool:
@@ -339,12 +339,11 @@ class UnevenInputs:
         loader = loaders[index]
         if not isinstance(loader, TrackedLoader):  # all ranks have equally many batches of it
             return
-        draws = loader.draws
-        self._handle = draws.begin(draws.number + 1)
+        self._handle = loader.begin(loader.number + 1)
         limits = f"num_{'sanity_val' if trainer.sanity_checking else self._stage}_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = draws.number >= getattr(trainer, limits)[index] or not draws.ahead(1)
-        self._next = BatchHandle(is_filler=True) if is_last else draws.ahead(1)[0]
+        is_last = loader.number >= getattr(trainer, limits)[index] or not loader.ahead(1)
+        self._next = BatchHandle(is_filler=True) if is_last else loader.ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 
     def check_reduction(self) -> None:
