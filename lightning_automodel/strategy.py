@@ -246,12 +246,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._options = options
         self.num_nodes = 1
         self._advice = Advice()
-        self._saver = CheckpointSaver(
-            options.is_sharded,
-            options.save_distributed_checkpoint,
-            options.async_checkpoint,
-            options.parsed_timeout,
-        )
+        self._saver = CheckpointSaver(options)
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._layer_sync: LayerSync | None = None
         self._patches = PatchStack()

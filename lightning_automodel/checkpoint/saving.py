@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.units import is_sharded
 
 log = logging.getLogger(__name__)
@@ -59,25 +59,19 @@ class CheckpointSaver:
 
     ``save`` and ``close`` choose the state, ``finish`` ends a save.
 
-    Args:
-        is_sharded: Whether the model is sharded.
-        chosen: What the user chose: directories, or not. None lets :meth:`choose_form` decide.
-        in_background: Whether to write while training goes on.
-        timeout: Timeout of the group that writes in the background.
+    The ``options`` are the strategy's.
 
     Attributes:
         is_sharded: Whether the model is sharded.
         as_directory: Whether checkpoints are directories of shards, or single files.
     """
 
-    def __init__(
-        self, is_sharded: bool, chosen: bool | None, in_background: bool, timeout: timedelta
-    ) -> None:
-        self.is_sharded = is_sharded
-        self.as_directory = is_sharded if chosen is None else chosen
-        self._chosen = chosen
-        self._in_background = in_background
-        self._timeout = timeout
+    def __init__(self, options: StrategyOptions) -> None:
+        self.is_sharded = options.is_sharded
+        self._chosen = options.save_distributed_checkpoint
+        self.as_directory = bool(self._chosen)
+        self._in_background = options.async_checkpoint
+        self._timeout = options.parsed_timeout
         # By id: tensors that Lightning has got. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._pending: Future[None] | None = None

@@ -41,7 +41,6 @@ from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_dtensor
-from lightning_automodel.internals.torch import EXTRA_STATE
 
 REST = "meta.pt"
 """File of the checkpoint without the values that lie in shards, under Lightning's name for it."""
@@ -140,7 +139,7 @@ def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
             return leaf
         is_shared = is_of_all_ranks(path, leaf)
         # Extra states may have another size on each rank.
-        if not is_shared and (path[0] != MODEL or str(path[1]).endswith(EXTRA_STATE)):
+        if not is_shared and (path[0] != MODEL or str(path[1]).endswith(torch_internals.EXTRA_STATE)):
             return leaf
         is_own = not leaf.is_meta and (is_shared or group_rank() == 0)
         own[key] = leaf if is_own else None

@@ -26,6 +26,7 @@ from lightning_automodel.checkpoint import (
     shard_directory,
     single_file,
 )
+from lightning_automodel.options import StrategyOptions
 from tests.checkpoint.checkpoints import (
     ACCUMULATE,
     FORMS,
@@ -335,9 +336,7 @@ def test_a_removal_that_fails(
 
 def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     """After a failure, a replicated model can be saved where nothing was saved before."""
-    saver = CheckpointSaver(
-        is_sharded=False, chosen=False, in_background=False, timeout=timedelta(minutes=1)
-    )
+    saver = CheckpointSaver(StrategyOptions(data_parallel="ddp", save_distributed_checkpoint=False))
     saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
     assert (tmp_path / "new" / "last.ckpt").exists()
 
