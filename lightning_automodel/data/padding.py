@@ -1,7 +1,7 @@
 """Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.dtensor import tree_map
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -43,42 +44,19 @@ class ModuleState:
 
 def metrics_in(module: nn.Module) -> dict[str, Metric]:
     """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own."""
-    found: dict[str, Metric] = {}
-    seen: set[int] = set()
-
-    def add(path: str, held: nn.Module) -> None:
-        for name, part in held.named_modules(prefix=path):
-            if isinstance(part, Metric) and id(part) not in seen:
-                seen.add(id(part))
-                found[name] = part
-
-    add("", module)
-    for path, owner in module.named_modules():
-        for held_path, held in _held_modules(path, vars(owner)):
-            add(held_path, held)
-    return found
-
-
-_MOST_HELD = 1000
-"""Longer lists hold data, which is not searched for metrics."""
-
-
-def _held_modules(path: str, held: Any, depth: int = 4) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in a dict, list or tuple, and in those that it holds, ``depth`` of them one in the other."""
-    entries: Iterable[tuple[Any, Any]]
-    if isinstance(held, dict):
-        entries = held.items()
-    elif isinstance(held, list | tuple):
-        entries = enumerate(held)
-    else:
-        return
-    if len(held) > _MOST_HELD or depth == 0:
-        return
-    for key, value in entries:
-        if isinstance(value, nn.Module):
-            yield f"{path}.{key}", value
-        else:
-            yield from _held_modules(f"{path}.{key}", value, depth - 1)
+    named = dict(module.named_modules())
+    for path, owner in list(named.items()):
+        attributes: list[Any] = []
+        tree_map(attributes.append, vars(owner))
+        held = [value for value in attributes if isinstance(value, nn.Module)]
+        for number, part in enumerate(held):
+            named |= part.named_modules(prefix=f"{path}[{number}]")
+    # A submodule, which lies in a dict too, keeps its own name.
+    by_id: dict[int, tuple[str, Metric]] = {}
+    for name, part in named.items():
+        if isinstance(part, Metric):
+            by_id.setdefault(id(part), (name, part))
+    return dict(by_id.values())
 
 
 def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_automodel.internals import torch as torch_internals
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
+_COPIES = 5  # on the host: weights, and gradients of the run, of two replays and of a micro-batch
 _FACTOR = 4  # times the rounding that another order and scale show
 _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
@@ -161,8 +162,8 @@ def _measure(
     # Its rounding, and its share of all rounding: it may be zero but for rounding.
     share = (lockstep.numel / lockstep.numel[size > 0].sum().clamp(min=1)).sqrt()
     is_off = off > _FACTOR * rounding + least * size + limit * total * share
-    errors = zip(lockstep.parameters, (off / size).tolist(), is_off, strict=True)
-    step.parameters = {name: error for name, error, found in errors if found}
+    rows = zip(off.tolist(), (off / size).tolist(), is_off, lockstep.parameters, strict=True)
+    step.parameters = {name: error for _, error, found, name in sorted(rows, reverse=True) if found}
     step.is_wrong = step.gradient_error > limit or bool(step.parameters)
 
 
@@ -217,7 +218,9 @@ def _explain(step: StepResult, lockstep: LockStep, samples: list[Tensor], run: T
 # --- In words ----------------------------------------------------------------------------------------------------
 
 
-def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tuple[str, list[str]]:
+def conclude(
+    steps: Sequence[StepResult], lockstep: LockStep, seconds: float, reason: str
+) -> tuple[str, list[str]]:
     """The verdict, EXACT only if every step was checked, and the lines of the report. A collective over the world.
 
     ``reason`` is that against a training of which no step was compared.
@@ -253,10 +256,8 @@ def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tu
         rounding = percent(max(step.rounding for step in checked))
         batch = "one batch that is weighted by this count" if wrong_count else "one batch"
         lines.append(f"Gradients are {errors} off those of {batch} (rounding alone: {rounding}).")
-        explanation = (wrong or checked)[0].explanation
-        if len(checked) > 1:
-            explanation = f"In the first {'wrong window' if wrong else 'window'}: {explanation}"
-        lines.append(explanation)
+        which = "In the first wrong window" if wrong else "In the first window"
+        lines.append(f"{which}: {(wrong or checked)[0].explanation}")
     if (
         not wrong
         and counting.unit != "micro-batch"
@@ -275,6 +276,11 @@ def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tu
     for sampler in map(distributed_sampler, CombinedLoader(lockstep.trainer.train_dataloader).flattened):
         if sampler is not None and not isinstance(sampler.num_replicas, Ranks):
             lines.append(f"{repeats(sampler)}: one process takes each once, which these steps do not show.")
+    mib = sum(part.nbytes for part in lockstep.weights.values()) / 2**20
+    lines.append(
+        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
+        f" {_COPIES * mib:.3g} MiB and its micro-batches."
+    )
     return verdict, lines
 
 
