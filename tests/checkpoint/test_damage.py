@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, NamedOptimizer
-from lightning_automodel.checkpoint.shard_directory import MANIFEST
-from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, forms, save
+from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
+from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, fit, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, make_trainer
@@ -212,3 +213,34 @@ def test_checkpoint_of_another_run(pool2: RankPool, tmp_path: Path, form: str) -
             if kind is OtherOptimizer:
                 assert ": configure the optimizers that the run was saved with" in message
                 assert is_unchanged
+
+
+def _read_places(path: str) -> list[tuple[str, int]]:
+    """The places that this rank reads as it resumes a fit with an average, in the order in which it does."""
+    places: list[tuple[str, int]] = []
+    load = ShardDirectory._load
+
+    def counted(reader: ShardDirectory, place: Any) -> Any:
+        places.append((place.relative_path, place.offset))
+        return load(reader, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardDirectory, "_load", counted)
+        fit({}, seed=CASE.seed + 2, callbacks=[EMAWeightAveraging()], ckpt_path=path, max_epochs=2)
+    return places
+
+
+def _save_average(path: str) -> int:
+    trainer, _ = fit({}, callbacks=[EMAWeightAveraging()])
+    trainer.save_checkpoint(path)
+    return len(ShardDirectory(path, True)._metadata.storage_data)
+
+
+def test_each_entry_is_read_once(pool2: RankPool, tmp_path: Path) -> None:
+    """By a rank that needs a part of it: checking is no pass of its own, nor do callbacks and hooks add one."""
+    path = str(tmp_path / "last.ckpt")
+    (num_entries, _) = pool2.run(_save_average, path)
+    of_ranks = pool2.run(_read_places, path)
+    for places in of_ranks:
+        assert len(set(places)) == len(places) > 0
+    assert sum(map(len, of_ranks)) == num_entries

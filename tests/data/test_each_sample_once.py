@@ -591,3 +591,16 @@ def test_a_sampler_that_was_replaced_in_a_batch_sampler_is_told_of(
     seen, told = zip(*pool2.run(_in_batches, batches), strict=True)
     assert sorted(seen[0] + seen[1]) == list(range(21))
     assert ("shuffles all of the train data, into OwnBatches" in told[0]) == (batches is OwnBatches)
+
+
+def test_each_epoch_has_an_order_of_its_own(pool2: RankPool) -> None:
+    results = pool2.run(_fit, {}, 21, {"batch_size": 5, "shuffle": True}, {"max_epochs": 3})
+    epochs = [order_of([{"seen": _epoch(result, each)} for result in results]) for each in range(3)]
+    assert all(sorted(order) == list(range(21)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 3
+
+
+def _epoch(result: dict[str, Any], number: int) -> list[list[int]]:
+    """Rank 0 has three batches in each epoch, rank 1 two."""
+    per_epoch = len(result["seen"]) // 3
+    return list(result["seen"][number * per_epoch : (number + 1) * per_epoch])

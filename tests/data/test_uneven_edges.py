@@ -13,11 +13,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.test_uneven_inputs import Estimating, Stream
+from tests.data.test_uneven_inputs import Estimating, Numbers, Stream
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
@@ -245,3 +245,17 @@ def test_user_code_that_draws_batches_on_one_rank(
 ) -> None:
     """It gets the loader's own batches; training draws its own, and ranks compare those alone."""
     assert pool2.run(_peek, counts, options) == [(steps, counts[0]), (steps, 0)]
+
+
+def _with_own_sampler(batch_size: int) -> tuple[list[int], float, list[int]]:
+    data = torch.arange(10.0, 80.0, 10.0)
+    loader = DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+    predicted = make_trainer(strategy()).predict(Numbers(), loader)
+    (values,) = make_trainer(strategy()).validate(Numbers(), loader, verbose=False)
+    return [number for batch in predicted for number in batch], values["mean"], list(loader.sampler)
+
+
+def test_no_sample_is_predicted_twice_with_a_sampler_of_the_user(pool2: RankPool) -> None:
+    """In prediction Lightning puts the batch sampler into another one. The user's own repeats as before."""
+    results = pool2.run(_with_own_sampler, 2)
+    assert results == [([10, 30, 50, 70], 40.0, [0, 2, 4, 6]), ([20, 40, 60], 40.0, [1, 3, 5, 0])]
