@@ -130,7 +130,12 @@ def _without_values(_: TreePath, leaf: Any) -> Any:
 
 def has_groups(state: Any) -> bool:
     """Whether the state of an optimizer has the form of torch's optimizers."""
-    return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    )
 
 
 def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
