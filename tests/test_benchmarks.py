@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,34 @@ def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
     assert rows["exact"][1].startswith("not run")
 
 
+@pytest.mark.parametrize(
+    ("slow", "gbits", "is_right"), [(20.0, None, True), (9.0, None, False), (20.0, 400.0, False)]
+)
+def test_a_slow_link_is_named(
+    monkeypatch: pytest.MonkeyPatch, slow: float, gbits: float | None, is_right: bool
+) -> None:
+    """Beside the other pairs of nodes, and beside what the network should do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+    from first_hour_checks import _rounds
+
+    pairs = [
+        (one, other, 256 << 20, 20.0) for rounds in _rounds([0, 8, 16, 24, 32]) for one, other in rounds
+    ]
+    assert len({frozenset(pair[:2]) for pair in pairs}) == 10
+    pairs[7] = (*pairs[7][:3], slow)
+    driver: Any = SimpleNamespace(is_judged=True, args=SimpleNamespace(gbits=gbits))
+    hosts = [f"node{rank // 8}" for rank in range(40)]
+    row = script._pairs_row(driver, "first ranks of two nodes, 256 MiB", hosts, pairs, 256 << 20)
+    assert row.is_right == is_right
+    if slow < 20:
+        one, other = pairs[7][:2]
+        assert (
+            f"slowest 9.00 between rank {one} on node{one // 8} and rank {other} on node{other // 8}"
+            in row.seen
+        )
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -180,6 +209,22 @@ def test_all_checks_of_a_cluster(tmp_path: Path, ranks: int) -> None:
     assert kept in rows["memory beside the plan"][1]
     assert rows["a save"][-1] == "yes"
     assert not (tmp_path / "checkpoint.ckpt").exists()
+
+
+def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the run has chosen for "auto" is planned, with a model of a device that this machine need not have."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+    from first_hour_checks import CHOICES, Place
+
+    args = SimpleNamespace(device="cuda", shape="narrow", timeout=600)
+    driver: Any = SimpleNamespace(place=Place(0, 8, 8), args=args)
+    case = script.case_of(driver)
+    kept, freed = (
+        script.planned_memory(driver, case, dict(zip(CHOICES, (True, frees), strict=True)))
+        for frees in (False, True)
+    )
+    assert kept > freed
 
 
 def test_commands_of_the_first_hour(monkeypatch: pytest.MonkeyPatch) -> None:

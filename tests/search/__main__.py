@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -26,12 +25,16 @@ def main() -> int:
     """Search until the time or the cases are over; 1 if something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.search", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--cases", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="run this number alone")
     parser.add_argument("--dict", nargs="+", default=[], help="run these cases alone")
     parser.add_argument(
         "--kinds", nargs="*", default=[], choices=[*KINDS, EXPERTS], help="user code that every case has"
     )
+    parser.add_argument("--stop", action="store_true", help="stop at the first finding")
+    parser.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pools: dict[int, RankPool] = {}
@@ -59,7 +62,9 @@ def _run(case: Case, pool: Callable[[int], RankPool]) -> bool:
 
 
 def _search(search: Search, arguments: argparse.Namespace) -> int:
-    numbers = itertools.count() if arguments.case is None else [arguments.case]
+    numbers = range(arguments.first, arguments.first + arguments.cases)
+    if arguments.case is not None:
+        numbers = range(arguments.case, arguments.case + 1)
     print(f"seed {arguments.seed}, kinds {arguments.kinds}", flush=True)
     began = time.monotonic()
     num_cases = 0
@@ -73,9 +78,12 @@ def _search(search: Search, arguments: argparse.Namespace) -> int:
             continue
         num_found += 1
         finding = verdict.finding
-        case = search.smaller(case, finding)
+        if not arguments.no_shrink:
+            case = search.smaller(case, finding)
         print(f"\nFOUND {finding.kind}, case {number} of seed {search.seed}: {finding.text[:3000]}")
         print(f"  python -m tests.search --dict {str(case.as_dict())!r}", flush=True)
+        if arguments.stop:
+            break
     seconds = time.monotonic() - began
     print(f"\n{num_cases} cases of seed {search.seed} in {seconds:.0f} s, {num_found} findings")
     for what, times in search.tally.most_common():
