@@ -1,8 +1,8 @@
 """The command line: ``python -m lightning_automodel.checkpoint inspect|consolidate|export PATH ...``."""
 
 import argparse
+import importlib
 import json
-import pkgutil
 import sys
 
 import torch
@@ -106,7 +106,8 @@ def _export(parsed: argparse.Namespace) -> None:
     weights_only = not parsed.trust
     # Compares a file with its checksums. Entries of a directory are compared as they are read.
     open_checkpoint(parsed.path, weights_only)
-    module_class = pkgutil.resolve_name(parsed.module_class)
+    place, _, name = parsed.module_class.rpartition(".")
+    module_class = getattr(importlib.import_module(place), name)
     module = module_class.load_from_checkpoint(parsed.path, map_location="cpu", weights_only=weights_only)
     dtype = parsed.dtype and getattr(torch, parsed.dtype)
     export_hugging_face(module, parsed.out, dtype=dtype, adapter_only=parsed.adapter_only, prefix=parsed.key)
