@@ -150,8 +150,8 @@ class TrackedLoader:
             self.number = self.loop.epoch_loop.batch_progress.current.processed
         self._begun = NO_BATCH
         self._source = self.source(batches, self.number)
-        self._ahead.clear()
-        self._handles.clear()
+        self._ahead = deque()
+        self._handles = deque()
         while self._ahead or self._draw():
             yield self._ahead.popleft()
 
