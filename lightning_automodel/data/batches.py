@@ -91,6 +91,8 @@ class TrackedLoader:
     ================  ==============================================================================
     """
 
+    _ahead: deque[Any]
+    _handles: deque[BatchHandle]
     _states: dict[int, Any]
 
     def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
