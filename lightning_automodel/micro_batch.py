@@ -102,7 +102,10 @@ class MicroBatches:
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``step``. What it returns under automatic optimization is counted in its backward."""
         args, attention = self.sliced(args, "training_step")
-        batch = args[0] if args else next(iter(kwargs.values()), None)
+        if args:
+            batch = args[0]
+        else:
+            batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch, self.inputs.is_filler)
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self._step.is_padding:
@@ -142,7 +145,10 @@ class MicroBatches:
         return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
 
     def call(self, step: Callable[[], Any], name: str) -> Any:
-        """Run a step. RuntimeError for StopIteration, but on one rank or where it takes ``dataloader_iter``."""
+        """Run a step of the module. RuntimeError for StopIteration, which Lightning takes for the end of the data.
+
+        In a run of one rank, and of a step that draws its batches itself, a StopIteration may mean that.
+        """
         try:
             return step()
         except StopIteration as error:
@@ -275,7 +281,10 @@ class MicroBatches:
             self.advice.say_once(text)
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
-        """Label tokens, what Lightning has divided by, and [] auxiliary loss; takes the strategy's ``kwargs`` out."""
+        """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
+
+        Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
+        """
         is_padding = self._step.is_padding
         output = self._step.output
         self._step.output = None

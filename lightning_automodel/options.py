@@ -220,7 +220,10 @@ class StrategyOptions:
             unused = self._changed(("loss_reduction", *_LABELS, *_COUNTERS))
             notes += [f"{name} has no effect with per_token_loss=False." for name in unused]
         elif self.count_label_tokens is not None or self.count == "samples":
-            counter = "count='samples'" if self.count_label_tokens is None else "count_label_tokens"
+            if self.count_label_tokens is None:
+                counter = "count='samples'"
+            else:
+                counter = "count_label_tokens"
             notes += [f"{name} has no effect beside {counter}." for name in self._changed(_LABELS)]
         return notes
 

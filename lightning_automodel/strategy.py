@@ -484,7 +484,10 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.on_checkpoint_loaded()
 
     def _expect_barriers(self, *names: str) -> None:
-        """RuntimeError unless these have come. In a fit LearningRateFinder runs loops before "run-stage"."""
+        """Raise RuntimeError unless these have come: what is done there would be left out in silence.
+
+        Not asked for "run-stage" in a fit: LearningRateFinder runs its loops before it.
+        """
         if missing := [name for name in names if name not in self._barriers]:
             raise RuntimeError(
                 f"Lightning {pl.__version__} has not called strategy.barrier({missing[0]!r}), on which"
@@ -1059,5 +1062,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     def describe(self) -> dict[str, Any]:
         """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
-        described = {} if self._run is None else self._run.describe()
+        if self._run is None:
+            described = {}
+        else:
+            described = self._run.describe()
         return {"options": dict(vars(self._options)), **described}

@@ -123,7 +123,10 @@ class TrainingRun:
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters, options.count_window_ahead)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
-        checkpointed = options.activation_checkpointing if fitting else False
+        if fitting:
+            checkpointed = options.activation_checkpointing
+        else:
+            checkpointed = False
         policy = options.auto_wrap_policy
         is_automatic = module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)

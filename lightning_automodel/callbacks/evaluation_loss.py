@@ -85,7 +85,10 @@ class EvaluationLoss(Callback):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        step = "test_step" if trainer.testing else "validation_step"
+        if trainer.testing:
+            step = "test_step"
+        else:
+            step = "validation_step"
         strategy = automodel(trainer)
         if strategy is None and not has_count(outputs):
             raise ValueError(

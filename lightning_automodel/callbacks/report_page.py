@@ -14,7 +14,11 @@ _Curves = Mapping[str, Mapping[int, float]]  # values by name and step
 def render(
     title: str, facts: Mapping[str, Any], history: Sequence[Mapping[str, Any]], validated: _Curves
 ) -> str:
-    """The page of a ``StepMonitor.history`` and values by name and step, ``validated``; arguments are shown as text."""
+    """Build the page. All arguments are shown as text, never as markup or script.
+
+    ``history`` is ``StepMonitor.history``. ``validated`` holds the values that validation logged, by name and
+    step.
+    """
     curves: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for entry in history:
         for name in entry.keys() - {"step"}:

@@ -94,7 +94,10 @@ class TrainingReport(Callback):
                 facts["Configuration"] = strategy.describe()
             history = self._history[self._first_entry :]
             page = report_page.render(self._title, facts, history, self._validated)
-            root = "" if "://" in self._path else trainer.default_root_dir
+            if "://" in self._path:
+                root = ""
+            else:
+                root = trainer.default_root_dir
             filesystem, path = fsspec.url_to_fs(os.path.join(root, self._path))
             filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             with filesystem.open(path, "w", encoding="utf-8") as file:

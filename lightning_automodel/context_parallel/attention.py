@@ -124,7 +124,10 @@ def attend_across(
     key, value = whole(torch.cat([key, value], dim=-1), slices).split(
         [key.shape[-1], value.shape[-1]], dim=-1
     )
-    masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
+    if mask is None:
+        masks = (None, None)
+    else:
+        masks = mask.split(slices.chunk, dim=-2)
     parts = []
     with computing_on(None):  # torch's attention is right from here on
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
@@ -157,7 +160,10 @@ def current() -> Slices | None:
 
 
 def _mask(rows: Tensor, is_causal: bool, attention_mask: Tensor) -> Tensor:
-    """[b, 1, s, t] whether a row attends to a column; always to its own, as a softmax over nothing would be NaN."""
+    """[b, 1, s, t] whether a row at a position [s] attends to a column, by an ``attention_mask`` [b, t].
+
+    A row always attends to its own position: the softmax over nothing would be NaN.
+    """
     columns = torch.arange(attention_mask.shape[-1], device=rows.device)
     mask = (attention_mask != 0)[:, None, None].expand(-1, -1, len(rows), -1)
     if is_causal:

@@ -118,7 +118,10 @@ class FirstStepCheck:
     def _differences(
         self, module: nn.Module, arguments: list[Any], first: "FirstPositions"
     ) -> Iterator[tuple[nn.Module, float]]:
-        """Modules whose output in slices is off by more than rounding, with errors. A collective of context peers."""
+        """Modules whose output in slices is off by more than rounding, in order, with its relative error.
+
+        A collective of the context peers.
+        """
         arguments = apply_to_collection(arguments, Tensor, first.gather, allow_frozen=True)
         whole = self._outputs(module, arguments, first.whole)
         arguments = apply_to_collection(arguments, Tensor, first.cut, allow_frozen=True)
@@ -230,7 +233,10 @@ def _hooked(
 
 
 def _error(own: Tensor, expected: Tensor) -> Tensor:
-    """[] relative error of an output [b, s, ...] at a quarter of a row: rounding may change a router's choice."""
+    """[] relative error of an output [b, s, ...]: the largest that a quarter of the positions of a row reach.
+
+    A few positions may be off by more: rounding may make a router choose another expert there.
+    """
     difference, size = (
         tensor.reshape(*own.shape[:2], -1).norm(dim=-1) for tensor in (own - expected, expected)
     )

@@ -17,7 +17,10 @@ _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
 def let_models_attend_across(module: nn.Module, patches: PatchStack) -> bool:
-    """Let Hugging Face models attend by :func:`attend_across` in steps. Returns whether ``module`` has any."""
+    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps.
+
+    Returns whether there are any.
+    """
     models: list[Any] = outermost_hugging_face_models(module)
     if not models:
         return False

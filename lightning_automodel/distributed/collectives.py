@@ -37,7 +37,11 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 
 
 def named_barrier(name: str, timeout: timedelta) -> None:
-    """Wait for all ranks, in the store, with one ``name``: a collective. RankFailedError names those missing."""
+    """Wait for every rank of the default group, if there is one. It goes through the store, not the device.
+
+    Every rank must call it, with the same name. If one does not within the timeout, the others raise
+    RankFailedError, which names the missing ranks and the barrier.
+    """
     if group_size() == 1:
         return
     number = process_group.next_number("barriers")
@@ -94,7 +98,10 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather_to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Each rank's picklable ``value`` on the first of ``group``, none elsewhere; a collective. None: no groups."""
+    """On the first rank of ``group`` the picklable ``value`` of each; none elsewhere. A collective over it.
+
+    None is for a process without groups.
+    """
     if group is None:
         return [value]
     values: list[T] | None = None
@@ -171,7 +178,10 @@ def reduce_tensor(
     device: torch.device,
     num_averaged: int | None = None,
 ) -> Tensor:
-    """``tensor`` reduced over ``group``, a new one: a collective. Means are over ``num_averaged`` or all ranks."""
+    """Reduce ``tensor`` over ``group`` into a new one. A collective. The mean of integers is taken in float64.
+
+    A mean is the sum divided by ``num_averaged``, or by the number of ranks.
+    """
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if is_mean(reduce_op):
         if not (reduced.is_floating_point() or reduced.is_complex()):

@@ -100,7 +100,10 @@ def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) ->
 def _meetings(
     group: dist.ProcessGroup, scope: Scope, timeout: timedelta, at_end: ExitStack
 ) -> Iterator[bool]:
-    """Wait for all, and for the first rank's work; yield if this is the first; wait again. A collective."""
+    """Wait for all others, and for the first rank's work; yield whether this rank goes first; wait for all again.
+
+    A collective of the group, through the store.
+    """
     dist.get_rank(group)  # raises if the group was destroyed
     rank = dist.get_rank()
     members = dist.get_process_group_ranks(group)

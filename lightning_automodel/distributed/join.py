@@ -66,7 +66,10 @@ def locate(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
-    """Rank, world size and meeting place: given, of the environment, or of one process. ValueError names a bad one."""
+    """Find rank, world size and meeting place: from the arguments, else the environment, else a single process.
+
+    ValueError names a value that is missing, out of range or not a number.
+    """
     if rank is None:
         rank = number_in_environment("RANK")
     if world_size is None:

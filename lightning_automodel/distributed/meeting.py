@@ -81,7 +81,10 @@ def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
 
 
 def outcome_of(value: bytes) -> list[Any] | None:
-    """What all ranks have said, in order, of ``<at>/outcome``; None before that. RankFailedError after a failure."""
+    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet.
+
+    RankFailedError if the meeting has ended with a failure.
+    """
     said: list[Any] | dict[str, Any] | None = json.loads(value)
     if isinstance(said, dict):
         raise RankFailedError(RankFailure(**said))

@@ -166,7 +166,11 @@ class Placement:
 
 
 def num_expert_ranks(tensor: Tensor) -> int:
-    """Number of ranks, each with other tokens, that ``tensor`` spreads experts over; 1 for other tensors."""
+    """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
+
+    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different
+    experts.
+    """
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
         if EXPERT in names:

@@ -304,7 +304,10 @@ def connection(timeout: timedelta) -> dist.Store:
 
 
 def next_number(what: str) -> int:
-    """1, 2, ... alike on ranks that ask for ``what`` equally often; without the store, whose host may be stopped."""
+    """1, 2, ... in the default group: the same on ranks that have asked for ``what`` equally often.
+
+    Without the store, whose host may be stopped while no watch runs.
+    """
     counted = _counted.setdefault(dist.group.WORLD, Counter())
     counted[what] += 1
     return counted[what]
@@ -317,7 +320,11 @@ def note_failure() -> None:
 
 
 def leave_after_failure(aborts: bool) -> None:
-    """Destroy this package's group after a failed run or a stop of all; ``aborts``: without waiting for anybody."""
+    """Destroy this package's group after a failed run, or a stop of all.
+
+    ``aborts``: after a failure it waits for nobody. Groups of an accelerator would wait for what they have queued,
+    and so for ranks that are gone.
+    """
     _leave(aborts)
     forget_world()
 

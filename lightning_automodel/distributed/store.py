@@ -30,7 +30,10 @@ def without_prefixes(store: dist.Store) -> dist.Store:
 
 
 def another_connection(store: dist.Store, timeout: timedelta) -> dist.Store:
-    """Another connection to ``store``: one serves one waiting thread. Raises at once if the host is gone."""
+    """Another connection to ``store``, with its prefixes: one in which a thread waits serves no other thread.
+
+    Raises at once if the store's host is gone.
+    """
     innermost = without_prefixes(store)
     if isinstance(innermost, dist.TCPStore):
         # A client would retry for longer than the timeout.

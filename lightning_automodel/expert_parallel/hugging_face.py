@@ -23,7 +23,11 @@ _DISPATCH = "ep_dispatch_experts"
 
 
 def spread_by_plan(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Spread experts of Hugging Face models by ``ep_plan`` over ``mesh``: a collective. ValueError for a bad plan."""
+    """Spread the experts of the Hugging Face models in ``module`` over the 1-D ``mesh``, by their ``ep_plan``.
+
+    Does nothing to experts that are spread already, or to models without a plan. A collective over the mesh,
+    like ``spread_experts``. Raises ValueError for a plan that cannot be carried out.
+    """
     if any(num_expert_ranks(parameter) > 1 for parameter in module.parameters()) or is_sharded(module):
         return
     for model in outermost([module], _has_plan):

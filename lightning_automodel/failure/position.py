@@ -27,7 +27,10 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     If an ``exception`` is given, these are the lines that it came through. Where that code computes with a
     sharded tensor, it says what is gathered, and what to do if other ranks do not come to it.
     """
-    frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
+    if exception:
+        frames = [*traceback.walk_tb(exception.__traceback__)][::-1]
+    else:
+        frames = _main_thread_frames()
     stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
     # Innermost frame first, without frames that wait for another thread, or in C++.
     stack = [entry for entry in stack if not any(part in entry[0] for part in WAITING)]

@@ -29,7 +29,10 @@ def explain(before: Mapping[int, Record], after: Mapping[int, Record], own: Rank
 
 
 def table(records: Mapping[int, Record], without_python: Sequence[int] = ()) -> str:
-    """A line for each place of ranks, those that wait last, and what to do; ``without_python`` are alive."""
+    """A line for each place at which ranks are, those that do not wait for others first, and what to do about it.
+
+    ``without_python`` are ranks that send no heartbeats, but whose processes are alive.
+    """
     ranks: dict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, record in sorted(records.items()):
         order = 1

@@ -88,7 +88,10 @@ class Watch(Heart):
     # --- The main thread ----------------------------------------------------------------------------
 
     def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin step 1, 2, ... of all ranks; return whether all stop after it. RankFailedError if one has failed."""
+        """Begin a step that every rank takes, numbered from 1; return whether all ranks stop after it.
+
+        RankFailedError if a rank has failed.
+        """
         if is_training:
             self.record.step = step
         self.made_progress = True
@@ -100,13 +103,19 @@ class Watch(Heart):
         return is_last
 
     def await_end_of_training(self) -> None:
-        """Meet where no rank trains any more. RankFailedError if one has failed, does not come or trains on."""
+        """Wait until no rank trains any more. A meeting of all ranks.
+
+        RankFailedError if a rank has failed, does not come, or takes further training steps.
+        """
         self._meet_at_end(f"the end of training {self.record.training}")
         self.record.has_ended = False  # first: a record must never say that the next training has ended
         self.record.training += 1
 
     def end(self) -> list[bool]:
-        """Meet where all have left their last hook; return who was asked to stop. RankFailedError after a failure."""
+        """Wait until every rank has left its last hook, and return which were asked to stop. A meeting of all ranks.
+
+        RankFailedError if a rank has failed, or does not come.
+        """
         asked = self._meet_at_end("the end of the run", self.stop.is_asked_here)
         self.leave()
         linger(self.store, "end", self.rank, self.ranks, LINGER_S)

@@ -153,7 +153,10 @@ class Engine:
 
     @contextmanager
     def replaying(self) -> Generator[None, None, None]:
-        """Context of a forward and a plain backward of one batch, the same on all ranks, while no window is open."""
+        """Context of a forward and a plain backward of one batch, the same on all ranks, while no window is open.
+
+        Its gradients may be averaged over ranks or not, since they are equal. Nothing else is left behind.
+        """
         yield
         self.reached.clear()
 
@@ -172,7 +175,11 @@ class Engine:
         """A step's forward has ended, and hooks follow that must find shards, before its backward."""
 
     def end_step(self) -> None:
-        """A step has ended, with its backward: hooks come next, whose forwards leave nothing gathered."""
+        """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
+
+        A hook would find gathered parameters in the module, which have no gradients, or those of an open
+        window.
+        """
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""

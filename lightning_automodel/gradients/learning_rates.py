@@ -10,7 +10,10 @@ from lightning_automodel.distributed.collectives import disagreement
 
 
 def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGroup) -> None:
-    """RuntimeError on every rank if learning rates or the like differ. A collective over ``group``, on the host."""
+    """Raise RuntimeError, on every rank, if learning rates or other fractions among options differ.
+
+    A collective over ``group``, on the host, with a read of the device where a learning rate is a tensor.
+    """
     own = {
         f"{name} of {type(optimizer).__name__} (group {index} of optimizer {number})": f"{float(value):.6g}"
         for number, optimizer in enumerate(optimizers)

@@ -44,7 +44,10 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A node, what the loss divides its output by and multiplies it by, and whether it adds up elements of it."""
+    """A node of the graph, and what the loss divides its output by and multiplies it by.
+
+    ``is_summed``: the loss adds up several elements of the output.
+    """
 
     node: Any
     divisor: float = 1.0
@@ -57,13 +60,19 @@ class _Edge:
 
 
 def loss_terms(loss: Tensor) -> list[LossTerm]:
-    """The terms that ``loss`` [] is a weighted sum of, as far as known, the best known first. Reads the device."""
+    """The terms that ``loss`` [] is a weighted sum of, as far as they are known, the best known first.
+
+    Reads the device.
+    """
     found = [_term(edge) for edge in _linear_inputs(loss)]
     return sorted((term for term in found if term is not None), key=lambda term: term.kind == "numbers")
 
 
 def averaged_parts(loss: Tensor) -> list[LossTerm]:
-    """All parts with a weight in the sum ``loss`` []; empty if any is not known to be a sum. Reads the device."""
+    """All parts that ``loss`` [] is a weighted sum of; empty if any of them is not known to be a sum itself.
+
+    Parts that are multiplied by 0 are left out. Reads the device.
+    """
     found = []
     for edge in _linear_inputs(loss):
         if edge.factor == 0 or _inputs(edge):
@@ -168,5 +177,8 @@ def _without_factors(total: Any) -> Any:
     node = total.next_functions[0][0]
     while _name(node) == "Mul":
         first, second = (parent for parent, _ in node.next_functions)
-        node = second if first is None else first
+        if first is None:
+            node = second
+        else:
+            node = first
     return node

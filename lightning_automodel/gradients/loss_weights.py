@@ -80,7 +80,10 @@ class FirstLooks:
         return None
 
     def advice_after(self, window: StepReport) -> str | None:
-        """The same of a loss of all ranks, once the first ``window``, which is read, tells that counts differ."""
+        """What to tell of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not.
+
+        ``window`` is the report on the first window, which is read.
+        """
         if self._over_ranks is None:
             return None
         own, _ = self._over_ranks.counts

@@ -213,7 +213,11 @@ class OptimizerSteps:
     # --- Clipping -----------------------------------------------------------------------------------------------------
 
     def patch_clipping(self, plugin: Precision, module: pl.LightningModule, patches: PatchStack) -> None:
-        """Make Lightning's clipping, not a plugin's own, work on shards; measure norms after hooks and clipping."""
+        """Make Lightning's clipping work on sharded gradients, and measure norms after hooks and clipping.
+
+        Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors. A
+        plugin's that is not Lightning's stays.
+        """
         own: Callable[..., None] = plugin.clip_gradients
         methods = (own, plugin.clip_grad_by_norm, plugin.clip_grad_by_value)
         is_lightnings = all(torch_internals.defined_in(method, "lightning") for method in methods)
@@ -261,7 +265,11 @@ class OptimizerSteps:
         return norm
 
     def _measure_if_asked(self, optimizer: OneOptimizer) -> None:
-        """Measure the norm last before a step, if asked. Earlier calls alone decide, so that ranks stay in step."""
+        """Measure the norm if an option asks for it and it has not been measured since the last step.
+
+        Runs last before the optimizer steps, so that it includes what hooks did to the gradients. Whether it
+        communicates depends only on earlier calls, never on this rank's gradients, so ranks stay in step.
+        """
         if self._measures and unwrap(optimizer) not in self._windows.measured:
             self._norm(optimizer)
 

@@ -47,7 +47,10 @@ class Holders(NamedTuple):
 
 
 def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
-    """Ranks that hold the parts of this rank's copy. NotImplementedError if a placement is no shard or replica."""
+    """Which ranks hold the parts of this rank's copy of a tensor. Not a collective.
+
+    Raises NotImplementedError for a placement that is neither a shard nor a replica.
+    """
     own = mesh.get_coordinate()
     assert own is not None
     splits: list[Split] = []

@@ -108,7 +108,10 @@ class RankAgreement:
         return both[:3], both[3:], self._group.size()
 
     def check_earlier(self, *, waits: bool) -> None:
-        """RuntimeError if ranks differed in windows not compared yet; ``waits`` for the device. Not a collective."""
+        """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
+
+        ``waits`` for the device; or else compares as far as that has come.
+        """
         while self._unchecked and (waits or self._unchecked[0][3].query()):
             own, sums, num_ranks, event = self._unchecked.popleft()
             if waits:
@@ -121,7 +124,11 @@ class RankAgreement:
 
 
 def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
-    """RuntimeError unless ranks have one number, by ``sums`` [2] of it and its square, but on one. Reads the device."""
+    """Raise RuntimeError unless all ranks have the same number. Reads the device.
+
+    ``sums`` [2] are the sums over ranks of the number and of its square. One rank is not compared: on MPS,
+    which never has more, float32 would round the square.
+    """
     total, squares = sums.tolist()
     if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
         raise RuntimeError(

@@ -144,7 +144,10 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 
 @torch.no_grad()
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
-    """Global 2-norm of the gradients, wide enough not to overflow. A collective for each set of sharding groups."""
+    """Global 2-norm of the gradients, wide enough not to overflow. A collective like :func:`clip_gradients`.
+
+    Parameters that are sharded over the same groups share a sum, which is all-reduced over each of them.
+    """
     sharded_alike: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         lay_out_gradient(parameter)
@@ -161,7 +164,11 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 
 @torch.no_grad()
 def scale_(gradients: Iterable[Tensor | None], factor: Tensor, foreach: bool = True) -> None:
-    """Multiply gradients by ``factor`` [], rounded to their dtype or float32, in place. No collective, no host read."""
+    """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
+
+    The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
+    product to the dtype of the gradients.
+    """
     for grads in _local_parts(gradients):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         local_factor = factor.to(grads[0].device, dtype)

@@ -107,7 +107,10 @@ class TokenWeighting:
         return number
 
     def check_counted_ahead(self, batch: Any, output: Any, counted: float, reads_device: bool) -> None:
-        """ValueError if batch or output have another count than ``counted``; a device's only if ``reads_device``."""
+        """Raise ValueError if a batch, or what a step returned for it, has another count than was ``counted`` before.
+
+        A count on an accelerator is compared if ``reads_device``.
+        """
         count = self.count(batch, output)
         if isinstance(count, Tensor) and count.device.type != "cpu" and not reads_device:
             return
@@ -157,7 +160,10 @@ class TokenWeighting:
                 " label_shift at 0 where each sample has one label, add a dimension to single sequences"
                 " (labels[None]), or return num_label_tokens from training_step."
             )
-        used = labels[..., self.label_shift :] if self.label_shift else labels
+        if self.label_shift:
+            used = labels[..., self.label_shift :]
+        else:
+            used = labels
         return (used != self.ignore_index).sum()
 
     def objective(
@@ -199,8 +205,14 @@ class TokenWeighting:
         return "label token"
 
     def report(self, totals: Tensor) -> StepReport:
-        """Report on a window from its [3] totals over all ranks, see :func:`sums_of`; the first is N either way."""
-        num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
+        """Report on a window from its [3] totals of :func:`sums_of`, over all ranks.
+
+        Each micro-batch counts as 1 where label tokens are not counted: the first total is N either way.
+        """
+        if self.per_token_loss:
+            num_label_tokens = totals[0]
+        else:
+            num_label_tokens = torch.zeros_like(totals[0])
         return StepReport(
             loss=totals[1] / totals[0],
             num_label_tokens=num_label_tokens,
@@ -220,12 +232,18 @@ def has_count(output: Any) -> bool:
 
 
 def _kind_and_keys(value: Any) -> str:
-    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
+    if isinstance(value, Mapping):
+        keys = f" with the keys {sorted(map(str, value))}"
+    else:
+        keys = ""
     return f"a {type(value).__name__}{keys}"
 
 
 def check_count(count: Any, source: str) -> Count:
-    """A user's count, checked without a read of the device: see :func:`sums_of` for a wrong one there."""
+    """A user's count, checked without a host synchronisation: on an accelerator, a tensor's value is not read.
+
+    See :func:`sums_of` for what becomes of a wrong one there.
+    """
     if (
         isinstance(count, Tensor)
         and count.numel() == 1

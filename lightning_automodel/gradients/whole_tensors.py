@@ -151,7 +151,10 @@ class WholeSteps:
         self._stepping: dict[Optimizer, tuple[list[WholeParameter], ExitStack]] = {}
 
     def take(self, optimizer: Optimizer) -> None:
-        """Choose how groups are stepped, and new owners. Not a collective. ValueError for an unknown option."""
+        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet. Not a collective.
+
+        Raises ValueError for a group with an unknown value of the option.
+        """
         chosen = self._chosen.setdefault(optimizer, [])
         for group in optimizer.param_groups[len(chosen) :]:
             chosen.append(is_stepped_whole(optimizer, group, self._option))
@@ -193,7 +196,11 @@ class WholeSteps:
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
-        """Bring final gradients and weights to owners, and stand-ins to ``optimizer``, anew each time: a collective."""
+        """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
+
+        A collective over the world. Gradients must be final, and on all ranks for the same parameters.
+        Called again, after an exception, it starts over.
+        """
         self.drop(optimizer)
         self.take(optimizer)
         wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
@@ -267,7 +274,11 @@ class WholeSteps:
 
 
 def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
-    """Make states of a parameter whole on its owner, and drop them elsewhere. A collective if they are sharded."""
+    """Make the states of a parameter whole on its owner, and drop them elsewhere.
+
+    A state that was made before the first step, or loaded by the user's code, may be sharded: then a
+    collective.
+    """
     for optimizer in optimizers:
         state = optimizer.state.get(whole.parameter)
         if not state:
@@ -279,7 +290,10 @@ def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
 
 
 def _swap(optimizers: list[Optimizer], shown: dict[nn.Parameter, nn.Parameter | None]) -> ExitStack:
-    """Give optimizers stand-ins or nothing for parameters, in lists that nested ones share. Closing undoes it."""
+    """Give optimizers stand-ins, or nothing, in place of parameters. Closing what it returns undoes it.
+
+    Lists of parameters are changed in place, since optimizers within an optimizer share them.
+    """
     swapped = ExitStack()
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -151,7 +151,11 @@ def _is_unreduced(param: FSDPParam) -> bool:
 
 
 def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
-    """Reduce deferred gradients of ``groups`` below ``root``, which the last backward did not pass: a collective."""
+    """Reduce the deferred gradients of ``groups``, if any, by their current flags.
+
+    These are the groups at or below ``root``. A collective if there are any such gradients: the last
+    backward, in which FSDP2 reduces, did not pass through ``root``.
+    """
     pending = []
     for group in groups:
         if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
@@ -175,7 +179,10 @@ def has_replicas(group: FSDPParamGroup) -> bool:
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     """The dtype in which the gradient of one parameter is accumulated and reduced."""
-    dtype = param.unsharded_grad_dtype if ACCUMULATES_IN_LEAF else param.reduce_dtype
+    if ACCUMULATES_IN_LEAF:
+        dtype = param.unsharded_grad_dtype
+    else:
+        dtype = param.reduce_dtype
     return dtype or param.param_dtype or param.orig_dtype
 
 
@@ -285,7 +292,10 @@ class Unit:
         return is_available
 
     def free(self) -> None:
-        """Free what was gathered, retained or prefetched: FSDP2 would use old weights in the next forward."""
+        """Free what was gathered, also what is retained, and by a prefetch whose forward did not come.
+
+        FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
+        """
         if self.is_retained:
             self.is_retained = False
             for param in self.params:
@@ -327,7 +337,10 @@ def gather(unit: FSDPModule) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def make_unsharded(group: FSDPParamGroup) -> None:
-    """Make the tensors that gathers write to, before inference mode would. Not a collective."""
+    """Make the tensors that all gathers write to, which the first gather would make, and free their memory.
+
+    Training could not use them if they were inference tensors. Not a collective.
+    """
     if was_unsharded(group):
         return
     for param in group.fsdp_params:

@@ -16,7 +16,12 @@ class PatchStack(ExitStack):
     """
 
     def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:
-        """Set ``target.name``, and remember its own value. AttributeError if there is none, unless it ``is_new``."""
+        """Set ``target.name``, and remember the value that the target itself had, if any.
+
+        Raises:
+            AttributeError: If there is no such attribute, so that nobody would call ``value``, unless it
+                ``is_new``.
+        """
         if not is_new:
             _check_exists(target, name)
         own = vars(target)
@@ -44,7 +49,11 @@ class PatchStack(ExitStack):
 
 
 def overwrite(target: Any, name: str, value: Any) -> None:
-    """Set ``target.name``, which torch or Lightning reads, for good. AttributeError if there is none."""
+    """Set ``target.name`` for good, an attribute that code of torch or Lightning reads.
+
+    Raises:
+        AttributeError: If there is no such attribute, so that nobody would read ``value``.
+    """
     _check_exists(target, name)
     setattr(target, name, value)
 

@@ -44,7 +44,10 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of a ``partition``: a collective. All ranks are the default group, to save device memory."""
+    """This rank's group of a ``partition`` of the world. A collective over the world, unless parts have one rank.
+
+    Of all ranks it is the default group: a communicator takes memory of the device, and time to connect.
+    """
     if len(partition) == 1:
         return cast(dist.ProcessGroup, dist.group.WORLD)
     if len(partition[0]) == 1:

@@ -28,7 +28,11 @@ class UnsupportedReleaseError(ImportError):
 
 @contextmanager
 def importing_private_names() -> Iterator[None]:
-    """Context for imports of modules with private names. UnsupportedReleaseError names one that is gone."""
+    """Context for the imports of the modules with private names.
+
+    Raises:
+        UnsupportedReleaseError: If an import fails; it has the name that torch or Lightning lacks.
+    """
     try:
         yield
     except ImportError as error:

@@ -119,7 +119,10 @@ def copy_tensors(original: nn.Module, into: nn.Module, memo: dict[int, Any]) -> 
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What torch notes of modules in a state dict, above all ``_version``, by which they convert older states."""
+    """What torch notes of each module in a state dict, above all its ``_version``, by its name without wrappers.
+
+    A module that was changed since an older version converts what it is given; without a version, each time.
+    """
     noted = getattr(state, "_metadata", None) or {}
     # Of a wrapper and what it wraps, which comes later, the latter stays.
     return {

@@ -91,7 +91,10 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
         self.follow(output)
         if "c10d" in func.namespace:
             size = max(tensor.nbytes for tensor in tensors_in((args, kwargs, output)))
-            group = "context" if func.namespace == "c10d" else "tensor"
+            if func.namespace == "c10d":
+                group = "context"
+            else:
+                group = "tensor"
             operator = func.overloadpacket.__name__.replace("_", "")  # each collective has several
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
                 if kind.replace("_", "") in operator:

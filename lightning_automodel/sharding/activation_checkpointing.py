@@ -102,7 +102,10 @@ def checkpoint_blocks(
     root_is_model: bool,
     patches: PatchStack,
 ) -> list[str]:
-    """Let blocks recompute by the option, ``choice``; return names. ValueError if there are none, or they cannot."""
+    """Let the blocks that the option ``activation_checkpointing``, which is ``choice``, means recompute; return names.
+
+    Raises ValueError if no module is chosen, or one that cannot recompute.
+    """
     if choice is False:
         return []
     kwargs: dict[str, Any] = {}

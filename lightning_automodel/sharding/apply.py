@@ -180,7 +180,10 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
-    """Copy plain tensors, and shards of replicas, of the first to all, but for meta. A collective over the world."""
+    """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
+
+    A collective over the world. Tensors on the meta device are skipped.
+    """
     named = [pair for pair in (*model.named_parameters(), *model.named_buffers()) if not pair[1].is_meta]
     for group, copied in copies(named, mesh).items():
         broadcast_tensors([part for _, tensor in copied for part in _plain_parts(tensor)], group)
@@ -198,7 +201,10 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 def broadcast_tensors(
     tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device | None = None
 ) -> None:
-    """Overwrite ``tensors`` with the first rank's, in buckets, on ``device`` or where they are. A collective."""
+    """Overwrite ``tensors`` with those of the group's first rank, in buckets, on their own device or the given one.
+
+    A collective over the group.
+    """
     if group.size() == 1:
         return
     buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)

@@ -37,7 +37,10 @@ class SharedBuffers:
         return [name for name in _saved_buffers(self._module) if name not in self._left_out]
 
     def start_forward(self, ends_window: bool) -> None:
-        """Where a window begins, take the first rank's: a collective. ``ends_window`` as of :class:`Engine`."""
+        """Where a window begins, overwrite those of all ranks with the first rank's. Then a collective over the group.
+
+        Called before each training step; ``ends_window`` as of :class:`Engine`.
+        """
         if self._starts_window:
             apply.broadcast_tensors([buffer for _, buffer in self._own()], self._group, self._device)
         self._starts_window = ends_window

@@ -91,7 +91,10 @@ class DDPEngine(Engine):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self._mesh)
             kwargs = {**kwargs, "init_sync": False}
-        device_ids = None if device.type == "cpu" else [device.index]
+        if device.type == "cpu":
+            device_ids = None
+        else:
+            device_ids = [device.index]
         return DistributedDataParallel(
             module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
         )

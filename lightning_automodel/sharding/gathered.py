@@ -127,7 +127,10 @@ class GatheredUnit(fsdp2.Unit):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Let shards follow their copies. Not a collective. RuntimeError if FSDP2 has freed one that was written."""
+        """Let shards follow what was done to their copies. Not a collective.
+
+        Raises RuntimeError if FSDP2 has freed a copy that was written.
+        """
         noted = list(map(use_and_writes, self.copies))
         if noted == self.noted:
             return
@@ -146,7 +149,10 @@ class GatheredUnit(fsdp2.Unit):
         self.forget_writes()
 
     def check_uncounted_writes(self) -> None:
-        """RuntimeError if a copy was written as torch does not count. Reads the device. Not a collective."""
+        """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.
+
+        Not a collective.
+        """
         if not (self.is_gathered and self.is_current):
             return
         for param in self.params:

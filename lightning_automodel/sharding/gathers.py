@@ -59,7 +59,10 @@ class JoinedGathers:
             yield
 
     def join(self) -> None:
-        """Repeat the last step's gathers in others' step. A collective. RuntimeError if the last two steps differ."""
+        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
+
+        Raises RuntimeError if this rank's last two steps gathered different parameters: which would be next?
+        """
         if self._steps[:1] != self._steps[-1:]:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what"

@@ -65,7 +65,10 @@ def _reason(needed: int, spare: int) -> str:
 
 
 def spare_bytes(needed: dict[str, int], placement: Placement) -> int:
-    """What the rank with least may keep in half of its free memory, beside its optimizer state. A collective."""
+    """What the rank with least may keep unsharded in half of its free memory, beside its own optimizer state.
+
+    A collective over the world, on the hosts.
+    """
     free = free_bytes(placement.device, placement.local_ranks)
     spare = torch.tensor(int(free * FREE_MEMORY_SHARE) - needed[STATE])
     return int(collectives.reduce_tensor(spare, placement.host_group, "min", collectives.HOST))
@@ -94,7 +97,10 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may still allocate on ``device``, on a CPU its share of the machine; 0 if unknown."""
+    """Bytes that this rank may still allocate on ``device``, 0 if that is unknown.
+
+    On a CPU the rank's share of the machine's memory, whoever else uses it.
+    """
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
     try:

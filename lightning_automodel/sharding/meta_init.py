@@ -70,7 +70,11 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
 
 
 def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Each initialiser in the order of construction, with its module; ``_init_weights(module)`` for each submodule."""
+    """Every initialiser in the order of construction, with its module.
+
+    Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each
+    submodule.
+    """
     for module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
             if _has(module, name):
@@ -92,7 +96,11 @@ def _has(module: nn.Module, method: str) -> bool:
 
 
 def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, nn.Module]) -> None:
-    """Run an initialiser if its module has tensors to fill; those that have values keep them."""
+    """Run an initialiser of ``module``, if it has tensors to fill.
+
+    Others keep their values: those that had some before, and those that the module shares with an earlier
+    one, which has filled them. A parent may change what its children have filled.
+    """
     within = set(module.modules())
     held = set(_named_tensors(module).values())
     kept = {tensor: local_tensor(tensor).clone() for tensor in held if owners.get(tensor) not in within}
@@ -111,7 +119,11 @@ def move_what_has_values(module: nn.Module, device: torch.device) -> None:
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
-    """ValueError on every rank that names tensors without values. A collective where :func:`materialize` left any."""
+    """Raise ValueError on every rank, with the names of tensors that still have no values once checkpoints are loaded.
+
+    A collective over the default group where :func:`materialize` left any; ``device`` is where that can
+    reduce. It then reads tensors on the host.
+    """
     names = vars(model).get(_UNINITIALIZED, [])
     if not names:
         return

@@ -156,7 +156,10 @@ def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """The root of all squares: ``p.norm()``, ``vector_norm(p)``, or clip_grad_norm_'s ``_foreach_norm(tensors)``."""
+    """``p.norm()`` or ``torch.linalg.vector_norm(p)``: the root of the sum of all squares.
+
+    Or ``torch._foreach_norm(tensors)``, as ``torch.nn.utils.clip_grad_norm_`` asks for them.
+    """
     # torch passes on what its caller has left out.
     given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
     order = [*args[1:], *given.values()]

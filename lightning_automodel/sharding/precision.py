@@ -55,7 +55,11 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
 
 
 def convert_metrics(plugin: Precision, module: nn.Module) -> None:
-    """Make TorchMetrics float64 under 64-true, at once: after a first log, ranks would reduce two dtypes."""
+    """Give TorchMetrics states in float64 under 64-true.
+
+    Else they become so when a metric is logged for the first time, and ranks with unequal numbers of batches
+    would reduce states of two dtypes.
+    """
     if isinstance(plugin, DoublePrecision):
         for metric in metrics_in(module).values():
             metric.to(torch.float64)

@@ -103,7 +103,10 @@ class ModuleParameters:
             )
 
     def check_module(self) -> None:
-        """RuntimeError before a training step if parameters were replaced: FSDP2 would put its own ones back."""
+        """Raise RuntimeError before a training step if the module has other parameters by now.
+
+        FSDP2 would put its own ones back in their places.
+        """
         replaced = [path for path, holder, own in self._places if not _is_shown(holder, own)]
         if replaced:
             raise RuntimeError(
@@ -115,7 +118,10 @@ class ModuleParameters:
 
 
 def _is_shown(holder: dict[str, nn.Parameter | None], own: nn.Parameter) -> bool:
-    """Whether a module has its own parameter, or FSDP2's copy of it; a frozen plain one may be another."""
+    """Whether a module has its own parameter, under whatever name, or what FSDP2 has gathered from it.
+
+    A frozen one that is not sharded may be another.
+    """
     if any(getattr(parameter, "shard", parameter) is own for parameter in holder.values()):
         return True
     return not own.requires_grad and not isinstance(own, DTensor)

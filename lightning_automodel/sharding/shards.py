@@ -160,7 +160,11 @@ def make_shard(tensor: Any) -> Any:
 
 
 def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
-    """Let FSDP2's parameters compute like whole tensors for good; ``accept_hooks``: it may call hooks of them."""
+    """Let all parameters that FSDP2 manages compute like whole tensors, from now on, also after a run.
+
+    ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient hooks of theirs, since gradients
+    are final then.
+    """
     names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
     for group in fsdp2.fsdp_param_groups(module):
         for param in group.fsdp_params:
@@ -373,7 +377,10 @@ def _gathered(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``torch.autograd.grad`` by shards and by their gathered copies in the graph, added up: a collective."""
+    """``torch.autograd.grad`` by shards, and by the gathered copies that the graph has in their place.
+
+    What a rank's loss computes of both is added up: a collective, as penalties on shards are.
+    """
     outputs, inputs = args
     copies = _gathered(inputs)
     found = function(outputs, [*inputs, *copies], **{**kwargs, "allow_unused": True})

@@ -102,7 +102,10 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
 
 
 def share_random_state(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Give the ranks of ``group``, which must drop out alike, their first one's random state. A collective."""
+    """Give the ranks of ``group``, if any, their first one's random state. A collective.
+
+    Tensor-parallel peers must drop out the same activations.
+    """
     if group is None:
         return
     modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
@@ -129,7 +132,10 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
-    """ValueError on all peers if batches differ, or they would mix them. A collective, which copies to the host."""
+    """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
+
+    A collective over the group, of one number. Copies all tensors to the host.
+    """
     content = BytesIO()
     # Cloned, or what a view does not show would be compared.
     torch.save([tensor.detach().cpu().clone() for tensor in tensors_in(batch)], content)

@@ -51,7 +51,10 @@ def set_up(module: pl.LightningModule) -> None:
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
-    """Let callbacks save averages as averages while these are validated. Returns what tells whether they are."""
+    """Make averaging callbacks save averages as averages while a validation has them in the module's place.
+
+    Returns what tells whether that is so.
+    """
     swapped: set[Callback] = set()
 
     def save(callback: Callback, *args: Any) -> None:

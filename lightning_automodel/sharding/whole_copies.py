@@ -52,7 +52,10 @@ def is_recorded(tensor: Tensor) -> bool:
 
 
 def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Tensor:
-    """[n] numbers of parts of n tensors, added up over ranks with other parts. A collective for each set of groups."""
+    """[n] numbers of this rank's parts of n tensors, each added up over the ranks that hold the other parts.
+
+    A collective on the meshes of the tensors, one for each group that some of them are sharded over.
+    """
     sharded: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         for group in sharding_groups(tensor):
@@ -67,7 +70,10 @@ def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Ten
 
 
 def gather(shard: DTensor, function: Function) -> Tensor:
-    """The whole of a sharded tensor, differentiable. A collective on its mesh; messages name ``function``."""
+    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
+
+    ``function`` is what it is gathered for: if some rank does not come, messages name it.
+    """
     if shard.device_mesh.device_type == "cpu":
         # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is
         # alone waits.
