@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.dtensor import GRAD, plain_access
+from lightning_automodel.internals.dtensor import GRAD
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
@@ -244,12 +244,6 @@ class Unit:
         self.groups = param_groups(module)
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self.is_retained = False
-        self._places: list[tuple[FSDPParam, Any, str]] = []
-        for param in self.params:
-            place = param._module_info
-            holders = [place.module, *place.shared_modules]
-            names = [place.param_name, *place.shared_param_names]
-            self._places += [(param, holder, name) for holder, name in zip(holders, names, strict=True)]
 
     @property
     def is_gathered(self) -> bool:
@@ -274,9 +268,8 @@ class Unit:
         """Let modules show gathered parameters, which are trainable as the shards are."""
         for group in self.groups:
             group._sharded_state = type(group._sharded_state).UNSHARDED
-        with plain_access():
-            for param in self.params:
-                param.to_unsharded()
+        for param in self.params:
+            param.to_unsharded()
 
     def show_retained(self) -> bool:
         """Undo :meth:`retain`. False if it was not called, or if a forward has freed what was retained."""
@@ -312,12 +305,14 @@ class Unit:
 
     def is_substituted(self) -> bool:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
-        for param, holder, name in self._places:
-            shown = holder._parameters.get(name)  # `getattr` would look into Python's dictionaries first
-            if shown is not param.sharded_param and shown is not param.unsharded_param:
+        for param in self.params:
+            place = param._module_info
+            holders = [place.module, *place.shared_modules]
+            names = [place.param_name, *place.shared_param_names]
+            for shown in map(getattr, holders, names):
                 # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
                 is_layout = isinstance(shown, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
-                if not is_layout:
+                if shown is not param.sharded_param and shown is not param.unsharded_param and not is_layout:
                     return True
         return False
 

@@ -93,7 +93,7 @@ class GatheredUnit(fsdp2.Unit):
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         if self.engine.phase is not Phase.BEFORE_BACKWARD:
-            self._forward_versions = list(self._gathered_versions)  # as the lines above have left them
+            self._forward_versions = shard_versions(self._shards)
 
     @property
     def is_current(self) -> bool:
@@ -107,8 +107,6 @@ class GatheredUnit(fsdp2.Unit):
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
-        if self.is_current:
-            return
         for shard in self._written_since(self._gathered_versions):
             raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
 
