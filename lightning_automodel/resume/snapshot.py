@@ -3,6 +3,7 @@
 Nothing here synchronises or communicates.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,34 +15,38 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.torch import EXTRA_STATE, buffers_of, without_wrappers
+from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
 Buffers = dict[tuple[str, ...], Tensor | None]
-"""Each buffer by its names, which are several if modules share it; None for all that have no value."""
+"""Each buffer by its names, which are several if modules share it; None for what has no value any more."""
 
 
 def buffers(module: "pl.LightningModule") -> Buffers:
     """Copies of all plain buffers on their device: tensor versions do not show changes by batch norm."""
-    held = _plain_buffers(module)
-    return {names: None if buffer is None else buffer.detach().clone() for names, buffer in held.items()}
+    return {names: buffer.detach().clone() for names, buffer in _plain_buffers(module).items()}
 
 
-def _plain_buffers(module: "pl.LightningModule") -> Buffers:
-    held: dict[Tensor | None, list[str]] = {}
-    for path, child in _modules(module).items():
-        for name, buffer in buffers_of(child).items():
-            if not isinstance(buffer, DTensor) and not getattr(buffer, "is_meta", False):
-                held.setdefault(buffer, []).append(f"{path}.{name}".lstrip("."))
+def _plain_buffers(module: "pl.LightningModule") -> dict[tuple[str, ...], Tensor]:
+    held: dict[Tensor, list[str]] = {}
+    for prefix, root in _roots(module):
+        for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
+            if not isinstance(buffer, DTensor) and not buffer.is_meta:
+                held.setdefault(buffer, []).append(name)
     return {tuple(names): buffer for buffer, names in held.items()}
 
 
-def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
-    """The module's parts, and those of the averages that callbacks keep of it, by name."""
-    parts = dict(module.named_modules(remove_duplicate=False))
+def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
+    """The module, and the averages that callbacks keep of it, with the prefixes of their names."""
+    yield "", module
     for index, average in enumerate(weight_averaging.averaged_models(module)):
-        parts.update(average.named_modules(prefix=f"average{index}", remove_duplicate=False))
-    return parts
+        yield f"average{index}", average
+
+
+def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
+    return {
+        name: child for prefix, root in _roots(module) for name, child in root.named_modules(prefix=prefix)
+    }
 
 
 def unsaved_buffers(module: "pl.LightningModule", first: Buffers, holds_averages: bool) -> Buffers:
@@ -56,10 +61,14 @@ def unsaved_buffers(module: "pl.LightningModule", first: Buffers, holds_averages
             of_average = tuple(f"average0.module.{name}" for name in names)
             if of_average in now:
                 now[names], now[of_average] = now[of_average], now[names]
-    return {
-        names: value
-        for names, value in now.items()
-        if names not in first or not _are_equal(value, first[names])
+    modules = _modules(module)
+    changed: Buffers = {}
+    for name in itertools.chain(*first):
+        path, _, attribute = name.rpartition(".")
+        if path in modules and getattr(modules[path], attribute, now) is None:
+            changed[(name,)] = None
+    return changed | {
+        names: value for names, value in now.items() if not _are_equal(value, first.get(names))
     }
 
 
@@ -144,16 +153,16 @@ def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch
 
 
 def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
-    if name not in buffers_of(owner):
-        vars(owner).pop(name, None)
-        # A persistent one would have come with the state dict.
-        owner.register_buffer(name, None, persistent=False)
     setattr(owner, name, value)
+    if value is not None and name not in dict(owner.named_buffers(recurse=False, remove_duplicate=False)):
+        delattr(owner, name)
+        # A persistent one would have come with the state dict.
+        owner.register_buffer(name, value, persistent=False)
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.dtype != other.dtype or one.layout != torch.strided or other.layout != torch.strided:
+def _are_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.dtype != other.dtype:
+        return False
+    if one.layout != torch.strided or other.layout != torch.strided:
         return False  # torch.equal does not compare sparse tensors
     return torch.equal(one, other.to(one.device))
