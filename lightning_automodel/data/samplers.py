@@ -60,11 +60,14 @@ def subset_number(dataset: Any) -> int:
     return hash(tuple(first)) % 2**52 if first else 0
 
 
-def draw_alike(sampler: Any, seed: Any) -> None:
-    """Let the ``sampler`` of the Trainer's draw by ``seed``, also if it shares out another sampler."""
+def drawing_alike(loader: Any, sampler: Any, seed: Any) -> Any:
+    """``loader``, whose ``sampler`` of the Trainer's draws by ``seed``; a copy if it shares out another sampler."""
     sampler.seed = seed
-    if type(sampler) is DistributedSamplerWrapper:
-        sampler.__class__ = DrawnAlike  # with the same state
+    if type(sampler) is not DistributedSamplerWrapper:
+        return loader
+    own = DrawnAlike.__new__(DrawnAlike)
+    vars(own).update(vars(sampler))
+    return _with_sampler(loader, sampler, own)
 
 
 def distributed_sampler(loader: Any) -> Any:

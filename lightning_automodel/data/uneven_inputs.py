@@ -29,7 +29,7 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
-    draw_alike,
+    drawing_alike,
     keeps_its_length,
     may_end_early,
     repeats,
@@ -88,7 +88,7 @@ class UnevenInputs:
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
 
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even, or share out another sampler.
         """
         loader, pads = self._without_repeats(unwrap_loader(loader))
         loader = self._compared(loader, pads)
@@ -139,7 +139,7 @@ class UnevenInputs:
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            draw_alike(sampler, told[0][2])
+            loader = drawing_alike(loader, sampler, told[0][2])
             if replaces_within(loader, sampler):
                 self._say(
                     f"The Trainer has put its own sampler, which shuffles all of the {self._stage} data, into"

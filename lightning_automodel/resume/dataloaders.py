@@ -155,7 +155,7 @@ class TrainingLoaders:
     @property
     def begin_anew(self) -> bool:
         """Whether a resumed run begins a stream anew after an epoch, which may have gone on from there."""
-        return any(is_stateful(getattr(loader, "dataset", loader)) for loader in self._all())
+        return any(map(_begins_anew, self._all()))
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
@@ -229,6 +229,13 @@ class TrainingLoaders:
 
 def _flat(loaders: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+
+
+def _begins_anew(loader: Any) -> bool:
+    """Whether ``loader`` reads a stream that has a state, which no checkpoint between epochs holds."""
+    loader = unwrap_loader(loader)
+    stream = getattr(loader, "dataset", loader)
+    return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
 
 
 def _identity(loader: Any) -> tuple[str, int | None, int | None]:
