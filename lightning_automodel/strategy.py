@@ -561,9 +561,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
         module = self._module
         run = self._required_run
-        self._resume = Resume(
-            trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
-        )
+        self._resume = Resume(run, self._patches)
         run.windows.on_step = self._reach_resumable_point
         zero_grad = module.on_validation_model_zero_grad
 
@@ -927,7 +925,7 @@ class AutomodelStrategy(ParallelStrategy):
             return
         is_together = self._meet_to_save()
         ranks = None
-        if is_together and self.world_size > 1:
+        if is_together and dist.is_initialized():
             ranks = collectives.host_group(self._options.parsed_timeout)
         # What the checkpoint holds besides what Lightning has put into it.
         resume = self._resume or self._ended_fit
@@ -938,7 +936,7 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._saver.save(checkpoint, module, filepath, self.checkpoint_io, storage_options, goes_on)
+        self._saver.save(checkpoint, module, filepath, self.checkpoint_io, storage_options, goes_on, ranks)
 
     def _meet_to_save(self) -> bool:
         """Whether all ranks save together; False if others have left after a failure. A collective.

@@ -23,7 +23,7 @@ from lightning_automodel.checkpoint.state_dict import (
 )
 from lightning_automodel.checkpoint.tree import Entry, TreePath, placed
 from lightning_automodel.distributed import collectives
-from lightning_automodel.internals.torch import module_versions, without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
 
@@ -47,7 +47,6 @@ class CheckpointLoader:
         self._what = ""  # what an error says first
         self._shards: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
-        self._versions: dict[str, dict[str, Any]] = {}  # of the model's modules
         self._loops: str | None = None
         self._own: dict[str, Any] = {}  # the model's state by name
         self._named: list[NamedOptimizer] = []
@@ -68,7 +67,6 @@ class CheckpointLoader:
                 check_model(loaded)
             else:
                 loaded, self._shards = open_checkpoint(place, weights_only)
-            self._versions = module_versions(loaded[MODEL])
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
         if len(moments) > 1:
             raise CheckpointError(
@@ -125,8 +123,7 @@ class CheckpointLoader:
             raise CheckpointError(
                 f"it does not match the model, of which it holds nothing: {', '.join(list(own)[:3])}"
             )
-        versions = module_versions(state) or self._versions  # a hook may have made another dict, without
-        module.load_state_dict(under_own_names(module, state, versions), strict=strict)
+        module.load_state_dict(under_own_names(module, state), strict=strict)
 
     def fill_optimizers(self, checkpoint: dict[str, Any]) -> None:
         """Fill the optimizers, after the callbacks' hooks, which may edit what :meth:`fill_model` has read.

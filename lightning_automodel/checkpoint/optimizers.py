@@ -76,22 +76,20 @@ class NamedOptimizer:
                 return parameter
         return None
 
-    def state_to_save(self, group: dist.ProcessGroup | None, for_one_file: bool) -> dict[str, Any]:
+    def state_to_save(self, group: dist.ProcessGroup, for_one_file: bool) -> dict[str, Any]:
         """The state of an optimizer that trains shards, by name. A collective over ``group``.
 
         For parameters that are stepped whole, each rank returns the states of those that it owns, and for
         the others the numbers, and tensors without values; rank 0 all values, if it writes one file. The
-        group is for objects of all ranks; None in a single process.
+        group is for objects of all ranks.
 
         Raises:
             CheckpointError: On every rank, if other values than shards differ between ranks.
         """
         state = self.state()
-        owned: dict[str, Any] = {}
-        if has_groups(state):
-            owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
+        owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
         digests = {key: _digest(leaf) for key, _, leaf in leaves(state)}
-        if group is not None and (difference := disagreement(digests, group)):
+        if difference := disagreement(digests, group):
             raise CheckpointError(
                 f"the optimizer {type(self.optimizer).__name__} keeps other values on each rank, and a"
                 f" checkpoint would bring back rank 0's everywhere ({difference}): keep a tensor that is"

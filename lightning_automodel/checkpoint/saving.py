@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.shard_directory import is_of_all_ranks, prep
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, leaves
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
@@ -114,10 +114,11 @@ class CheckpointSaver:
 
         After a failure they are not ``is_together``; saving finds out whether the other ranks still come.
         """
-        if not self.is_sharded or not is_together:
+        if not self.is_sharded or not is_together or group_size() == 1:
             return self._note(named.state())
         collectives.named_barrier("save_checkpoint", self._timeout)
-        return self._note(named.state_to_save(self._host_group(), for_one_file=not self.as_directory))
+        group = collectives.host_group(self._timeout)
+        return self._note(named.state_to_save(group, for_one_file=not self.as_directory))
 
     def _note(self, state: dict[str, Any]) -> dict[str, Any]:
         """Note which tensors Lightning gets. Not a collective."""
@@ -134,11 +135,14 @@ class CheckpointSaver:
         io: CheckpointIO,
         storage_options: Any | None,
         goes_on: bool,
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Save ``checkpoint`` at rank 0's ``path``, where it appears in one step or not at all.
 
         If training ``goes_on``, links and removals wait for its next step, and the state may be copied and
-        written in the background: an error then rises in :meth:`poll`, or in the next save.
+        written in the background: an error then rises in :meth:`poll`, or in the next save. ``group`` exchanges
+        objects of all ranks on their hosts: in one of accelerators they would wait for queued work. None in a
+        process without groups.
 
         Raises:
             CheckpointError: On every rank, if one cannot save; older checkpoints are unchanged.
@@ -161,7 +165,7 @@ class CheckpointSaver:
                 if group_rank() == 0:
                     check_pickled(checkpoint)
         if self.is_sharded or self.as_directory:
-            self._check_edits(checkpoint, target)
+            self._check_edits(checkpoint, target, group)
         if self.as_directory:
             write = prepare_shards(checkpoint, target, in_background)
         else:
@@ -171,13 +175,15 @@ class CheckpointSaver:
         self._defers = goes_on
         if in_background:
             self._background_path = target
-            group = self._host_group(in_background=True)
+            if group is not None:
+                # Collectives of two threads must not mix in one group.
+                group = collectives.background_group(self._timeout)
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._pending = thread.submit(_write_beside_training, module.device, write, group)
             thread.shutdown(wait=False)  # it ends with this save
             return
         self._background_path = ""
-        write(self._host_group())
+        write(group)
         if not goes_on:
             self.finish()  # no later step runs the links and removals that wait for this save
 
@@ -197,13 +203,12 @@ class CheckpointSaver:
             for action in deferred:
                 action()
 
-    def _check_edits(self, checkpoint: dict[str, Any], target: str) -> None:
+    def _check_edits(self, checkpoint: dict[str, Any], target: str, group: dist.ProcessGroup | None) -> None:
         """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
 
         The checkpoint would be edited in part, and ranks would wait in a gather that the others do not join. A
         collective.
         """
-        group = self._host_group()
         if group is None:
             return
         found: dict[str, str] = {}
@@ -216,18 +221,6 @@ class CheckpointSaver:
                 f"Cannot save {target}: {difference}: each rank writes its part, so on_save_checkpoint must"
                 " edit it on all ranks, not on rank 0 alone"
             )
-
-    def _host_group(self, in_background: bool = False) -> dist.ProcessGroup | None:
-        """A group for objects: in one of accelerators they would wait for queued work and take device memory.
-
-        None in a process without groups. In the background one that training does not use: collectives of
-        two threads must not mix in one group.
-        """
-        if not dist.is_initialized():
-            return None
-        if in_background:
-            return collectives.background_group(self._timeout)
-        return collectives.host_group(self._timeout)
 
     # --- Beside saving ----------------------------------------------------------------------------
 

@@ -40,13 +40,12 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return with_module_versions(named, module_versions(state))
 
 
-def under_own_names(
-    model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """``state`` for ``model.load_state_dict``: under names with wrappers, and with its modules' ``versions``."""
+def under_own_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` for ``model.load_state_dict``: names and modules' versions under the model's names with wrappers."""
     own_names = {without_wrappers(name): name for name in model.state_dict()}
     renamed = {own_names.get(without_wrappers(name), name): value for name, value in state.items()}
     paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
+    versions = module_versions(state)
     own_versions = {path: versions[name] for path, name in paths.items() if name in versions}
     return with_module_versions(renamed, own_versions)
 

@@ -66,20 +66,16 @@ class Entry(Tensor):
 def mapped(tree: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
     """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes.
 
-    Collections are dicts, lists, tuples and named tuples.
+    Collections are dicts, lists and tuples. A named tuple is a leaf.
     """
     if isinstance(tree, dict):
         new = copy.copy(tree)  # keeps a default factory, and the modules' versions of a state dict
         items = {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
         dict.update(new, items)  # a Counter's own would add
         return new
-    is_named = isinstance(tree, tuple) and hasattr(tree, "_fields")
-    if not is_named and type(tree) not in (list, tuple):
+    if type(tree) not in (list, tuple):
         return change(path, tree)
-    values = [mapped(value, change, (*path, index)) for index, value in enumerate(tree)]
-    if is_named:
-        return type(tree)(*values)
-    return type(tree)(values)
+    return type(tree)([mapped(value, change, (*path, index)) for index, value in enumerate(tree)])
 
 
 def placed(tree: Any, make: Callable[[TreePath, Any], Tensor | None]) -> tuple[Any, dict[str, Tensor]]:

@@ -9,7 +9,6 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.dtensor import tree_map
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -23,7 +22,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [
-            (metric, lightning_internals.metric_state(metric)) for metric in metrics_in(module).values()
+            (metric, lightning_internals.metric_state(metric))
+            for metric in lightning_internals.metrics_in(module).values()
         ]
         self._buffers = [
             (owner, name, buffer)
@@ -40,23 +40,6 @@ class ModuleState:
             setattr(owner, name, buffer)
         for metric, state in self._metrics:
             lightning_internals.set_metric_state(metric, state)
-
-
-def metrics_in(module: nn.Module) -> dict[str, Metric]:
-    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own."""
-    named = dict(module.named_modules())
-    for path, owner in list(named.items()):
-        attributes: list[Any] = []
-        tree_map(attributes.append, vars(owner))
-        held = [value for value in attributes if isinstance(value, nn.Module)]
-        for number, part in enumerate(held):
-            named |= part.named_modules(prefix=f"{path}[{number}]")
-    # A submodule, which lies in a dict too, keeps its own name.
-    by_id: dict[int, tuple[str, Metric]] = {}
-    for name, part in named.items():
-        if isinstance(part, Metric):
-            by_id.setdefault(id(part), (name, part))
-    return dict(by_id.values())
 
 
 def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler, IterableDataset, Subset
@@ -87,10 +86,7 @@ def innermost_sampler(loader: Any) -> Any:
 
 def num_repeated(sampler: Any) -> int:
     """How many samples an epoch of a ``DistributedSampler`` repeats over all ranks."""
-    total = sized_len(sampler.dataset)
-    if total is None:
-        return 0
-    return max(sampler.total_size - total, 0)
+    return max(sampler.total_size - len(sampler.dataset), 0)
 
 
 def repeats(sampler: Any) -> str:

@@ -323,12 +323,7 @@ class UnevenInputs:
         self._handle = NO_BATCH
         self._next = NO_BATCH
         trainer = self._trainer
-        of_stages = {
-            "val": trainer.val_dataloaders,
-            "test": trainer.test_dataloaders,
-            "predict": trainer.predict_dataloaders,
-        }
-        loaders = CombinedLoader(of_stages[self._stage]).flattened
+        loaders = CombinedLoader(getattr(trainer, f"{self._stage}_dataloaders")).flattened
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1

@@ -97,13 +97,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def gather_to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """On the first rank of ``group`` the picklable ``value`` of each; none elsewhere. A collective over it.
-
-    None is for a process without groups.
-    """
-    if group is None:
-        return [value]
+def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
+    """On the first rank of ``group`` the picklable ``value`` of each; none elsewhere. A collective over it."""
     values: list[T] | None = None
     if group.rank() == 0:
         values = [value] * group.size()

@@ -24,10 +24,12 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
+from lightning_automodel.internals.dtensor import tree_map
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
@@ -201,3 +203,20 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))
     overwrite(metric, "_update_count", saved["count"])
+
+
+def metrics_in(module: nn.Module) -> dict[str, Metric]:
+    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own."""
+    named = dict(module.named_modules())
+    for path, owner in list(named.items()):
+        attributes: list[Any] = []
+        tree_map(attributes.append, vars(owner))
+        held = [value for value in attributes if isinstance(value, nn.Module)]
+        for number, part in enumerate(held):
+            named |= part.named_modules(prefix=f"{path}[{number}]")
+    # A submodule, which lies in a dict too, keeps its own name.
+    by_id: dict[int, tuple[str, Metric]] = {}
+    for name, part in named.items():
+        if isinstance(part, Metric):
+            by_id.setdefault(id(part), (name, part))
+    return dict(by_id.values())

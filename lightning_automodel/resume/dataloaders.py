@@ -233,7 +233,6 @@ def _flat(loaders: Any) -> list[Any]:
 
 def _begins_anew(loader: Any) -> bool:
     """Whether ``loader`` reads a stream that has a state, which no checkpoint between epochs holds."""
-    loader = unwrap_loader(loader)
     stream = getattr(loader, "dataset", loader)
     return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
 

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
 from lightning_automodel.sharding import weight_averaging
+from lightning_automodel.training_run import TrainingRun
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 6
@@ -56,30 +56,18 @@ class Resume:
 
     Only :meth:`add_to` communicates.
 
-    ``own_state`` returns what the strategy keeps from step to step, and ``restore_own_state`` restores it.
-    ``holds_gradients`` tells whether gradients have accumulated that no optimizer has stepped with. ``say``
-    warns once. ``patches`` last as long as the fit.
+    ``run`` trains the module, and ``patches`` last as long as the fit.
     """
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        own_state: Callable[[], dict[str, Any]],
-        restore_own_state: Callable[[dict[str, Any]], None],
-        holds_gradients: Callable[[], bool],
-        say: Callable[[str], None],
-        patches: PatchStack,
-    ) -> None:
-        self._trainer = trainer
-        self._module = trainer.lightning_module
-        self._device = trainer.strategy.root_device
-        self._own_state = own_state
-        self._restore_own_state = restore_own_state
-        self._holds_gradients = holds_gradients
+    def __init__(self, run: TrainingRun, patches: PatchStack) -> None:
+        self._run = run
+        self._module = run.module
+        self._trainer = run.module.trainer
+        self._device = run.device
         self._holds_averages = weight_averaging.save_unswapped(self._module, patches)
-        self._say = say
+        self._say = run.advice.say_once
         self._patches = patches
-        self.loaders = dataloaders.TrainingLoaders(trainer, self._window_start)
+        self.loaders = dataloaders.TrainingLoaders(self._trainer, self._window_start)
         self._first_flags = snapshot.flags(self._module)
         self._flags_before_validation: dict[str, Any] = {}
         evaluate = self._module.on_validation_model_eval
@@ -171,7 +159,7 @@ class Resume:
             ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
+            checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": sizes, "ranks": ranks}
 
     def _remark(self, own: dict[str, Any]) -> None:
         """Tell what a run that resumes from ``own`` state does not repeat exactly, or cannot do."""
@@ -186,7 +174,7 @@ class Resume:
             self._say(REPEATS)
             return
         is_within_step = self._progress.current.processed < at.batches
-        if self._holds_gradients() or (is_within_step and not self._module.automatic_optimization):
+        if self._run.holds_gradients() or (is_within_step and not self._module.automatic_optimization):
             self._say(HELD)
 
     def _position(self) -> loops.Position:
@@ -222,7 +210,7 @@ class Resume:
             "metrics": snapshot.metrics(self._module, self._reset_next(at)),
             # A resumed run may set the others differently.
             "flags": {name: flag for name, flag in flags.items() if flag != first.get(name, flag)},
-            "own": self._own_state(),
+            "own": self._run.state(),
             "seen": seen,
         }
         return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -269,10 +257,7 @@ class Resume:
                 model_state[name] = extra_states[plain]
         self._kept = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        unfrozen = {
-            name: True for name, flag in own["flags"].items() if flag and name.endswith(".requires_grad")
-        }
-        snapshot.restore_flags(self._module, unfrozen)
+        snapshot.restore_flags(self._module, own["flags"])
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
@@ -287,7 +272,7 @@ class Resume:
                 f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}."
                 " Where they matter, build these modules before on_train_start ends."
             )
-        self._restore_own_state(loaded["own"])
+        self._run.load_state(loaded["own"])
         if at.is_epoch_ending and at.stage == loops.EPOCH:
             loops.step_plateau_schedulers(self._trainer)
         loops.finish_restart(self._trainer, at.stage, self._patches)

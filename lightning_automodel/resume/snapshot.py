@@ -13,7 +13,6 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 from lightning_automodel.sharding import weight_averaging
@@ -87,7 +86,7 @@ def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[
     """Copies of the states of TorchMetrics objects, and how often they were updated, but for some ids."""
     return {
         name: lightning_internals.metric_state(metric)
-        for name, metric in metrics_in(module).items()
+        for name, metric in lightning_internals.metrics_in(module).items()
         if id(metric) not in left_out
     }
 
@@ -119,7 +118,7 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     Returns:
         Names of saved buffers whose module this run does not have.
     """
-    for name, metric in metrics_in(module).items():
+    for name, metric in lightning_internals.metrics_in(module).items():
         if name in loaded["metrics"]:
             lightning_internals.set_metric_state(metric, loaded["metrics"][name])
     unknown = _restore_buffers(module, loaded["buffers"], device)
@@ -154,7 +153,7 @@ def _restore_buffers(module: "pl.LightningModule", saved: Buffers, device: torch
 
 def _set_buffer(owner: nn.Module, name: str, value: Tensor | None) -> None:
     setattr(owner, name, value)
-    if value is not None and name not in dict(owner.named_buffers(recurse=False, remove_duplicate=False)):
+    if value is not None and name in vars(owner):  # a plain attribute until now
         delattr(owner, name)
         # A persistent one would have come with the state dict.
         owner.register_buffer(name, value, persistent=False)

@@ -29,10 +29,10 @@ def choose(
             " (load_from_checkpoint)."
         )
     say(
-        f"The checkpoint was saved with a different world size ({len(ranks)} ranks of {saved['sizes']}, now"
-        f" {world_size} of {sizes}): the data goes on where it stopped, and each rank's random states, buffers and"
-        " metrics of the epoch start afresh. Without a DistributedSampler, samples of this epoch may be left out or"
-        " used twice."
+        f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run has"
+        f" {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped, and"
+        " each rank's random states, buffers and metrics of the epoch start afresh. Without a DistributedSampler,"
+        " samples of this epoch may be left out or used twice."
     )
     return carried_over(saved, sizes["data_parallel"])
 

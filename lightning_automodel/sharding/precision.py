@@ -23,8 +23,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 
@@ -61,7 +61,7 @@ def convert_metrics(plugin: Precision, module: nn.Module) -> None:
     would reduce states of two dtypes.
     """
     if isinstance(plugin, DoublePrecision):
-        for metric in metrics_in(module).values():
+        for metric in lightning_internals.metrics_in(module).values():
             metric.to(torch.float64)
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_automodel.data.padding import metrics_in
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
@@ -126,7 +126,7 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         return gather_all_tensors(value, group or mesh.group)
 
-    for metric in metrics_in(module).values() if mesh.tensor_group is not None else ():
+    for metric in lightning_internals.metrics_in(module).values() if mesh.tensor_group is not None else ():
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 
