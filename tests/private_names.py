@@ -9,10 +9,10 @@ from pathlib import Path
 import lightning_automodel
 
 PACKAGE = Path(lightning_automodel.__file__).parent
-# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or
-# transformers'.
+# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes, the end of
+# `val_dataloaders`), or transformers'.
 NOT_PRIVATE = re.compile(
-    r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_fused_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
+    r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_fused_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation|_dataloaders"
 )
 
 

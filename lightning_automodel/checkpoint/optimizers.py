@@ -130,10 +130,7 @@ def has_groups(state: Any) -> bool:
     """Whether the state of an optimizer has the form of torch's optimizers."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
-    groups = state.get("param_groups")
-    return isinstance(groups, list) and all(
-        isinstance(group, Mapping) and "params" in group for group in groups
-    )
+    return isinstance(state.get("param_groups"), list)
 
 
 def renamed(state: Any, new: Mapping[Any, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Reading checkpoints in one process: for the commands, and for ``load_from_checkpoint``."""
 
 import tempfile
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
 _load = lightning_internals.saving.pl_load
 
 
-@wraps(_load)
 def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """Replaces what Lightning's ``load_from_checkpoint`` calls, which has no setting for directories of shards.
 

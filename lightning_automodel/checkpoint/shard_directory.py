@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied
+from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied
 from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped_by_key, placed
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
@@ -259,10 +259,10 @@ class ShardDirectory(FileSystemReader):
             )
         return state
 
-    def _with_entry(self, key: str, _: TreePath, leaf: Any) -> Any:
+    def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        if key not in self._metadata.state_dict_metadata:
+        if key not in self._metadata.state_dict_metadata and path[0] not in STATES:
             return leaf  # without values, of somebody's own
         entry = leaf.as_subclass(Entry)
         entry.key = key

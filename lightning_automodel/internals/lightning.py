@@ -205,10 +205,14 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     overwrite(metric, "_update_count", saved["count"])
 
 
-def metrics_in(module: nn.Module) -> dict[str, Metric]:
-    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own."""
-    named = dict(module.named_modules())
-    for path, owner in list(named.items()):
+def metrics_in(module: nn.Module, *callbacks: Any) -> dict[str, Metric]:
+    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own.
+
+    Then those that are attributes of ``callbacks``.
+    """
+    named: dict[str, Any] = dict(module.named_modules())
+    holders = {f"callback{number}": callback for number, callback in enumerate(callbacks)}
+    for path, owner in (named | holders).items():
         attributes: list[Any] = []
         tree_map(attributes.append, vars(owner))
         held = [value for value in attributes if isinstance(value, nn.Module)]

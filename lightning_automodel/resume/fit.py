@@ -6,7 +6,7 @@ window, the fit begins the window again.
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -18,7 +18,9 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from lightning_automodel.training_run import TrainingRun
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 6
@@ -59,7 +61,7 @@ class Resume:
     ``run`` trains the module, and ``patches`` last as long as the fit.
     """
 
-    def __init__(self, run: TrainingRun, patches: PatchStack) -> None:
+    def __init__(self, run: "TrainingRun", patches: PatchStack) -> None:
         self._run = run
         self._module = run.module
         self._trainer = run.module.trainer
@@ -234,11 +236,11 @@ class Resume:
         the loops from ``checkpoint`` after this. Raises ValueError if another version of this package wrote
         ``state``.
         """
-        # LearningRateFinder trains in the hook on_fit_start, and loads what it has saved. The Trainer itself
-        # loads after that hook, in none.
-        is_search = self._has_started and lightning_internals.current_hook(self._module) is not None
-        if is_search or not self._can_resume:
-            return  # a hook loads weights: the fit goes on where it is
+        # The Trainer itself loads in no hook. What a hook loads are weights, such as those that
+        # LearningRateFinder has saved in on_fit_start: the fit goes on where it is.
+        is_in_hook = lightning_internals.current_hook(self._module) is not None
+        if is_in_hook or not self._can_resume:
+            return
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of"
@@ -257,7 +259,8 @@ class Resume:
                 model_state[name] = extra_states[plain]
         self._kept = own
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        snapshot.restore_flags(self._module, own["flags"])
+        trained = {name: flag for name, flag in own["flags"].items() if name.endswith(".requires_grad")}
+        snapshot.restore_flags(self._module, trained)
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")

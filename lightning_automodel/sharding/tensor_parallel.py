@@ -4,6 +4,7 @@ import zlib
 from io import BytesIO
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -115,8 +116,8 @@ def share_random_state(group: dist.ProcessGroup | None, device: torch.device) ->
         module.set_rng_state(state.cpu())
 
 
-def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -> None:
-    """Let TorchMetrics of ``module`` synchronise over the ranks that hold different data.
+def synchronize_metrics(module: "pl.LightningModule", mesh: RunMesh, patches: PatchStack) -> None:
+    """Let TorchMetrics of ``module`` and of callbacks synchronise over the ranks that hold different data.
 
     By default they synchronise over the world, which has each sample once for each tensor-parallel peer:
     sums would be too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
@@ -126,7 +127,10 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
     def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         return gather_all_tensors(value, group or mesh.group)
 
-    for metric in lightning_internals.metrics_in(module).values() if mesh.tensor_group is not None else ():
+    if mesh.tensor_group is None:
+        return
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    for metric in lightning_internals.metrics_in(module, *callbacks).values():
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 

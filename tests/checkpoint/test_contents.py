@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel.distributed.collectives import background_group
 from tests.checkpoint.checkpoints import FORMS, AdamModule, Saves, adamw, fit, refused
 from tests.checkpoint.search import described
 from tests.checkpoint.test_optimizer_states import HidesTensors
@@ -68,7 +69,6 @@ class Keeps(Callback):
                 "other": {"name": weight * 2, 3: weight[0] * 1},
                 "counts": Counter(batches=2),
                 "factory": defaultdict(int, seen=3),
-                "pair": Pair(weight + 3, 4),
             }
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,6 +181,7 @@ class Unpicklable(AdamModule):
             "function": lambda: None,
             "module": other,
             "shards": HidesTensors(self.model.head.weight.detach()),
+            "named tuple": Pair(self.model.head.weight.detach(), 4),
         }
         checkpoint["mine"] = {"of": {"net": held[self.kind]}}
 
@@ -192,6 +193,7 @@ class Unpicklable(AdamModule):
         ("function", "cannot be pickled: Can't"),
         ("module", "cannot be pickled: Can't pickle <class 'torch.distributed.fsdp."),
         ("shards", "cannot be pickled: it is an object that holds sharded tensors"),
+        ("named tuple", "cannot be pickled: it is an object that holds sharded tensors"),
     ],
 )
 def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: str, message: str) -> None:
@@ -222,8 +224,8 @@ def test_pickling_a_sharded_module(pool2: RankPool) -> None:
 
 def _timeout_in_the_background(options: dict[str, Any], folder: str) -> timedelta:
     saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    trainer, _ = fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
-    group = trainer.strategy._saver._host_group(in_background=True)
+    fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
+    group = background_group(timedelta(minutes=9))  # the one that was made for the save
     return group._get_backend(torch.device("cpu")).options._timeout
 
 

@@ -31,7 +31,7 @@ from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
-BRIEF = timedelta(seconds=3)
+BRIEF = timedelta(seconds=5)
 NOT_THERE = "stopped, dead, cut off, or not arrived yet"
 
 
@@ -330,7 +330,7 @@ def test_every_rank_that_is_there_is_told_the_culprit(failures: dict[str, Case],
     """Not much later than the timeout."""
     outcomes = [launched.outcome() for launched in failures[case].launched]
     parts = failures[case].parts
-    assert max(outcome.seconds for outcome in outcomes) < 15.0
+    assert max(outcome.seconds for outcome in outcomes) < 20.0
     for outcome in outcomes:
         assert [part for part in parts if part not in outcome.error] == [], outcome.error
         assert "Traceback" not in outcome.error
@@ -346,10 +346,10 @@ def test_what_listens_is_no_store(joins_in_vain: tuple[int, Any, Path]) -> None:
     assert process.exitcode == 1, printed
     assert " stops: rank 0 on an unknown host missed heartbeats" in printed
     assert (
-        "which holds the store of the process group, has not answered for 8 s; all ranks must join at"
+        "which holds the store of the process group, has not answered for 10 s; all ranks must join at"
         in printed
     )
-    assert f"{LOOPBACK}:{port} within 3 s" in printed
+    assert f"{LOOPBACK}:{port} within 5 s" in printed
 
 
 def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:

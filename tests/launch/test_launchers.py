@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -127,7 +128,8 @@ def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     assert status == 1, output
     assert "Detected KeyboardInterrupt" in output
     assert "Traceback" not in output
-    assert "Error" not in output
+    # At the start of a line: torch's own log may quote what a store of a process that has left raised.
+    assert not re.search(r"^\w*Error", output, re.MULTILINE)
     # Some three seconds on an idle machine; any of the limits for a rank that does not answer would be
     # longer.
     assert seconds < 60

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils._pytree import tree_map
 
@@ -220,9 +220,8 @@ def test_saved_after_a_later_validation(pool1: RankPool, tmp_path: Path) -> None
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(
-        _has_started=False, _can_resume=True, _trainer=SimpleNamespace(callbacks=[])
-    )
+    trainer = SimpleNamespace(callbacks=[])
+    resume: Any = SimpleNamespace(_can_resume=True, _trainer=trainer, _module=LightningModule())
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
     ):

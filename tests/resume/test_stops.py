@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,13 @@ class Ends(Callback):
             raise Stop
         if self.end == "SIGTERM" and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if self.end == "should_stop":
-            trainer.should_stop = True
 
 
 def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: Path) -> list[str]:
     """Runs on every rank: what differs after a run was ended in a hook."""
     setting = Setting(engine, WINDOWS, callbacks=counting)
-    saves = [] if end == "should_stop" else [OnExceptionCheckpoint(folder, "stopped")]
-    return compare_stop(setting, setting, folder / "stopped.ckpt", Ends(hook, when, end), *saves)
+    saves = OnExceptionCheckpoint(folder, "stopped")
+    return compare_stop(setting, setting, folder / "stopped.ckpt", Ends(hook, when, end), saves)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,6 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
     [
         (FSDP2, "SIGTERM", "on_train_batch_start", 3),
         (DDP, "SIGTERM", "on_train_batch_start", 4),
-        (DDP, "error", "on_train_batch_end", 3),
-        (FSDP2, "error", "on_train_epoch_start", 2),
     ],
 )
 @pytest.mark.timeout(400)
@@ -93,6 +90,38 @@ def test_stopped(
 ) -> None:
     for differing in pool2.run(stopped_by, end, engine, hook, when, tmp_path, timeout_s=300):
         assert differing == []
+
+
+QUIET_RUN = {"module": Calm, "loader": "quiet distributed"}
+
+
+def fail(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Runs on every rank: the outcome of a fit, once another one has raised after a step."""
+    setting = Setting(engine, WINDOWS, **QUIET_RUN)
+    with pytest.raises(Stop):
+        run(setting, Ends("on_train_batch_end", 3, "error"), OnExceptionCheckpoint(folder, "failed"))
+    return run(setting)[1]
+
+
+def go_on(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Runs on every rank: the outcome of the fit that goes on from `path`, and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        outcome = run(Setting(DDP, WINDOWS, **QUIET_RUN), seed=2, ckpt_path=path)[1]
+    return outcome, [str(warning.message) for warning in caught]
+
+
+def test_after_an_error(pool2: RankPool, tmp_path: Path) -> None:
+    """Under DDP rank 0 saves alone: the weights go on, and the run says what does not. No shards are saved."""
+    expected = pool2.run(fail, DDP, tmp_path)
+    told: list[str] = []
+    for undisturbed, (resumed, said) in zip(
+        expected, pool2.run(go_on, tmp_path / "failed.ckpt"), strict=True
+    ):
+        assert differences_of_weights(undisturbed, resumed) == []
+        told += said
+    assert any(text.startswith("The checkpoint holds the states of 1 ranks") for text in told)
+    pool2.run(fail, FSDP2, tmp_path / "sharded")
+    assert not list(tmp_path.glob("sharded/*"))
 
 
 def limited(limit: dict[str, Any], folder: Path) -> list[str]:

@@ -238,19 +238,33 @@ class CountsSamples(TensorParallelModule):
         self.found = tuple(float(metric.compute()) for metric in computed)
 
 
+class CountsBeside(Callback):
+    """Sums in a callback, by a metric of its own."""
+
+    def __init__(self) -> None:
+        self.sums = {"val": SumMetric()}
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.sums["val"].update(batch["labels"].double().sum())
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found = float(self.sums["val"].compute())
+
+
 def _sums() -> tuple[float, ...]:
     module = CountsSamples(decoder())
-    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    beside = CountsBeside()
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR), callbacks=[beside])
     trainer.validate(module, DataLoader(own_batches(), batch_size=None), verbose=False)
-    left = [metric.dist_sync_fn for metric in (module.logged, module.computed, module.held["val"]["sum"])]
-    assert left == [None] * 3
-    return float(trainer.callback_metrics["logged"]), *module.found
+    metrics = (module.logged, module.computed, module.held["val"]["sum"], beside.sums["val"])
+    assert [metric.dist_sync_fn for metric in metrics] == [None] * 4
+    return float(trainer.callback_metrics["logged"]), *module.found, beside.found
 
 
 def test_metrics_count_each_sample_once(pool4: RankPool) -> None:
     """TorchMetrics gather over the ranks that hold different data, and are as they were afterwards."""
     expected = sum(float(batch["labels"].sum()) for batches in micro_batches(CASE) for batch in batches)
-    assert pool4.run(_sums) == [(expected,) * 4] * 4
+    assert pool4.run(_sums) == [(expected,) * 5] * 4
 
 
 class AsksAllRanks(Callback):
