@@ -108,7 +108,7 @@ class MicroBatches:
             batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch, self.inputs.is_filler)
         # Only in the first window, since it reads the device.
-        if self.ahead is not None and self.windows.last_step is None and not self._step.is_padding:
+        if self.ahead is not None and self.windows.last_loss is None and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
@@ -185,7 +185,7 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        is_first_window = windows.last_step is None
+        is_first_window = windows.last_loss is None
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
 
@@ -228,9 +228,10 @@ class MicroBatches:
         except BaseException as error:
             windows.abandon(error)
             raise
-        engine.user_backward_returned(backward.ends)
-        if is_first_window and windows.last_step is not None:
-            self._tell(self._looks.advice_after(windows.last_step))
+        engine.user_backward_returned(not windows.open_windows)
+        report = windows.last_step
+        if is_first_window and backward.ends and report is not None:
+            self._tell(self._looks.advice_after(report))
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
@@ -273,7 +274,7 @@ class MicroBatches:
         self.advice.about_half_precision(loss)
         if aux_loss is None:
             self._tell(self._looks.advice(self.module, self.weighting, loss, count, divided_by))
-        if self.windows.last_step is None:
+        if self.windows.last_loss is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
     def _tell(self, text: str | None) -> None:
@@ -303,7 +304,7 @@ class MicroBatches:
                 self._check_not_counted_before()
         if is_padding:
             return 0, divided_by, aux_loss
-        is_first_window = self.windows.last_step is None
+        is_first_window = self.windows.last_loss is None
         if self.ahead is not None:
             if has_count(output):
                 self.weighting.check_counted_ahead(

@@ -723,7 +723,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Stop, if all ranks do: Lightning would stop within the validation, and a resumed run repeats it."""
         trainer = self._module.trainer
         if trainer.received_sigterm and self._resume is not None:
-            trainer.training = True
+            trainer.training = True  # Lightning saves, and leaves, as after a training step
             self._resume.stop_before_validation()
             raise lightning_internals.SIGTERMException
 

@@ -317,7 +317,7 @@ class TrainingRun:
                 )
             with self.micro_batches.communicating(ends_window=True):
                 result = closure()
-            if isinstance(result, Tensor) and self.windows.last_step is not None:
+            if isinstance(result, Tensor) and self.windows.last_loss is not None:
                 # That of the window over all ranks, not of this rank's micro-batch.
                 result = self.windows.last_loss.to(result.dtype)
         scaler = self.windows.scaling.scaler

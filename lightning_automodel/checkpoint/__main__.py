@@ -88,7 +88,6 @@ def _inspect(parsed: argparse.Namespace) -> None:
     if shards is not None:
         shards.check()
     report = {
-        "lightning": tree.get("pytorch-lightning_version"),
         "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
         "epoch": tree.get("epoch"),
         "global_step": tree.get("global_step"),

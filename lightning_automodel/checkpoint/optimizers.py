@@ -110,11 +110,14 @@ def _digest(leaf: Any) -> str:
     """A digest of a leaf's value, if that must be equal on all ranks and can be compared."""
     if isinstance(leaf, PLAIN):
         return repr(leaf)
-    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+    if (
+        not isinstance(leaf, Tensor)
+        or isinstance(leaf, DTensor)
+        or leaf.is_meta
+        or leaf.layout != torch.strided
+    ):
         return "not compared"
-    if leaf.is_meta or leaf.layout != torch.strided or leaf.is_quantized:
-        return "not comparable"
-    values = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{list(leaf.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
 
 

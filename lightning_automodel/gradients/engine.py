@@ -84,9 +84,9 @@ class Engine:
         self._refusal = SECOND_BACKWARD
         self.reached.clear()
 
-    def user_backward_returned(self, ended_window: bool) -> None:
-        """The user's ``backward`` has returned. ``ended_window``: the window has ended with it."""
-        self._refusal = None if ended_window else PLAIN_BACKWARD
+    def user_backward_returned(self, no_window_is_open: bool) -> None:
+        """The user's ``backward`` has returned. Toggled optimizers have windows of their own, and one may stay open."""
+        self._refusal = None if no_window_is_open else PLAIN_BACKWARD
 
     def forget(self) -> None:
         """No backward runs, and no window is open any more."""

@@ -80,7 +80,8 @@ class GradientWindows:
         toggled: The optimizer whose window the next backwards belong to; None: the window of all optimizers.
         open_windows: By toggled optimizer.
         last_step: The report on the last step; once a window has ended, on the next step as far as it is known.
-        last_loss: [] the mean loss of the last window, of several that a step may be made of.
+        last_loss: [] the mean loss of the last window, of several that a step may be made of; None in the first one of
+            this run, which may have got ``last_step`` from a checkpoint.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
         agreement: Sums up what ranks have in a window, and compares where they end it.
@@ -108,6 +109,7 @@ class GradientWindows:
         self.toggled: Optimizer | None = None
         self.open_windows: dict[Optimizer | None, Window] = {}
         self.last_step: StepReport | None = None
+        self.last_loss: Tensor | None = None
         self.since_step: dict[Optimizer, Tensor] = {}
         self.measured: set[Optimizer] = set()
         self.num_resets = 0

@@ -1,9 +1,9 @@
 """Positions of training loaders in their epoch: kept without touching the data, and restored later.
 
-A loader with ``state_dict`` goes on by its state, each rank by its own. A map-style DataLoader that torch's
-own ``__iter__`` iterates goes on by its sampler: the epoch's indices are drawn again, from the same random
-states, and used ones are skipped, so that nothing is loaded twice. Any other loader is refused within an
-epoch.
+A loader with ``state_dict`` goes on by its state, each rank by its own; if it reads a stream, that has a state
+too. A map-style DataLoader that torch's own ``__iter__`` iterates goes on by its sampler: the epoch's indices
+are drawn again, from the same random states, and used ones are skipped, so that nothing is loaded twice. Any
+other loader is refused within an epoch.
 """
 
 from collections.abc import Callable, Iterator
@@ -216,8 +216,8 @@ class TrainingLoaders:
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"
                 " from the end of an epoch. Only map-style DataLoaders that torch itself iterates go on by"
-                " indices; for others use torchdata's StatefulDataLoader, and with shuffle=True also"
-                " Trainer(use_distributed_sampler=False), since Lightning's sampler around its own has no state."
+                " indices; for others use torchdata's StatefulDataLoader, over a stream that has state_dict() too, and"
+                " with shuffle=True Trainer(use_distributed_sampler=False): Lightning's sampler has no state."
             )
 
     def close(self) -> None:
@@ -241,6 +241,11 @@ def _identity(loader: Any) -> tuple[str, int | None, int | None]:
     """What a loader goes on by within an epoch, and, if by indices, its length and batch size."""
     if _recorder(loader) is not None:
         return INDICES, sized_len(loader), getattr(loader.batch_sampler, "batch_size", None)
+    # Of a stream without a state, torchdata's loader reads the used batches again, and counts them twice: the
+    # next resumed run would leave as many out.
+    stream = getattr(loader, "dataset", None)
+    if isinstance(stream, IterableDataset) and not is_stateful(stream):
+        return _NO_POSITION
     # Lightning's wrapper is around a sampler whose order is no part of the loader's state.
     if is_stateful(loader) and not isinstance(innermost_sampler(loader), DistributedSamplerWrapper):
         return STATE, None, None

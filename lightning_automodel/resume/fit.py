@@ -36,8 +36,8 @@ WITHOUT_POSITION = (
     "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is neither a"
     " map-style DataLoader that torch itself iterates once in an epoch, nor has it state_dict() and"
     " load_state_dict() that hold its order, and that no other iteration of it has changed. Use torchdata's"
-    " StatefulDataLoader, with shuffle=True beside Trainer(use_distributed_sampler=False) and a sampler that"
-    " shares the data out, or resume from the end of an epoch."
+    " StatefulDataLoader, over a stream (IterableDataset) that has both too, with shuffle=True beside"
+    " Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or resume after an epoch."
 )
 BEGINS_ANEW = (
     "A checkpoint was saved between epochs, and the training data is a stream with a state of its own. A"
@@ -149,9 +149,8 @@ class Resume:
         the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
         """
         own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
-        if (
-            self._has_started or self._kept is None
-        ):  # else a hook saves what was loaded, before the run has started
+        # Else a hook saves what was loaded, before the run has started.
+        if self._has_started or self._kept is None:
             self._remark(own)
             _set_counters(checkpoint, own)
         ranks = [own]

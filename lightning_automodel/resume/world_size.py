@@ -22,7 +22,7 @@ def choose(
     ranks: list[dict[str, Any]] = saved["ranks"]
     if is_alike and len(ranks) == world_size:
         return ranks[rank]
-    if ranks[0].get("extra_states"):
+    if ranks[0]["extra_states"]:
         raise ValueError(
             f"Extra states of modules (get_extra_state) differed between the {len(ranks)} ranks that saved the"
             f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"

@@ -88,7 +88,7 @@ class Shard(DTensor):
     def __torch_function__(
         cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        if len(types) > 1 and any(hasattr(cls, "refuses_use") for cls in types):
+        if len(types) > 1 and any(hasattr(other, "refuses_use") for other in types):
             return NotImplemented  # what a shard has replaced raises itself
         keywords = kwargs or {}
         with plain_access():

@@ -103,7 +103,6 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) 
     """Both forms tell the same."""
     path = save(tmp_path / "a.ckpt")
     assert inspected(capsys, str(path)) == {
-        "lightning": "2.6.6",
         "mesh": SIZES,
         "epoch": 2,
         "global_step": 7,
@@ -160,7 +159,7 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
     assert f"{MISSING}: '{tmp_path}/plain/meta.pt'" in refused(capsys, str(tmp_path / "plain"))
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     report = inspected(capsys, str(tmp_path / "plain"))
-    assert (report["lightning"], report["mesh"]) == ("2.6.6", None)
+    assert report["mesh"] is None
     dcp.save({"model": dict(MODEL)}, checkpoint_id=tmp_path / "fsdp1", no_dist=True)
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "fsdp1" / "meta.pt")
     remedy = "make one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
@@ -81,3 +82,46 @@ def test_backwards_that_may_be_of_the_whole_batch(
         assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
             rank == 0 and counted is not None
         )
+
+
+DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
+
+
+class TwoWindows(ManualModule):
+    """Opens the window of one optimizer, ends that of another one, and calls `backward` by itself."""
+
+    def __init__(self, opens: bool) -> None:
+        super().__init__()
+        self.opens = opens
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.model.blocks, self.model.head]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if self.opens:
+            with first.toggle_model(sync_grad=False):
+                self.manual_backward(self(batch))
+        with second.toggle_model(sync_grad=True):
+            self.manual_backward(self(batch))
+        self(batch).backward()
+        second.step()
+
+
+def _fit_two_windows(options: dict[str, Any], opens: bool) -> str:
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), max_steps=2)
+    try:
+        trainer.fit(TwoWindows(opens), loader(TWO_ROWS))
+    except RuntimeError as raised:
+        return str(raised)
+    return ""
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_a_plain_backward_while_another_window_is_open(pool2: RankPool, options: dict[str, Any]) -> None:
+    """It would join the gradients of that window; without one it is the user's own."""
+    refused = "A plain loss.backward() in the middle of an accumulation window"
+    assert all(message.startswith(refused) for message in pool2.run(_fit_two_windows, options, True))
+    assert not any(message.startswith(refused) for message in pool2.run(_fit_two_windows, options, False))

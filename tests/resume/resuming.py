@@ -268,6 +268,31 @@ class Stream(IterableDataset):
         )
 
 
+class CountingStream(Stream):
+    """Has a state: how many of its rows it has brought."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.brought = 0
+        self.first = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.brought = self.first
+        self.first = 0
+        return self._rest()
+
+    def _rest(self) -> Iterator[dict[str, Tensor]]:
+        for row in list(super().__iter__())[self.brought :]:
+            self.brought += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"brought": self.brought}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["brought"]
+
+
 def training_loader(kind: str, rank: int, ranks: int) -> Any:
     """A loader that brings each rank other rows, tensor-parallel peers the same."""
     options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
@@ -298,6 +323,8 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     if kind == "wrapped stateful":  # whose sampler Lightning wraps
         return StatefulDataLoader(data, shuffle=True, **options)
     if kind == "stateful stream":
+        return StatefulDataLoader(CountingStream(rank, ranks), **options)
+    if kind == "stream without a state":
         return StatefulDataLoader(Stream(rank, ranks), **options)
     if kind == "stateful sampler":
         return DataLoader(rows, sampler=CountingSampler(len(rows)), **options)

@@ -134,7 +134,10 @@ def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
     return [str(warning.message) for warning in caught], ends
 
 
-@pytest.mark.parametrize("kind", ["wrapped stateful", "iterable", "max_size_cycle", "own iteration"])
+@pytest.mark.parametrize(
+    "kind",
+    ["wrapped stateful", "stream without a state", "iterable", "max_size_cycle", "own iteration"],
+)
 @pytest.mark.every_case
 def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
     """The first save within an epoch says so, and resuming there is refused; from the end of an epoch it goes on."""

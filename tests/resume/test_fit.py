@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,27 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     assert [(rank["at"]["stage"], rank["at"]["batches"]) for rank in state["ranks"]] == [("step", 6)]
     assert found == []
     assert has_last
+
+
+class Hooked(Learner):
+    """A hook of its sees gradients that are not yet those of the window's mean."""
+
+    def on_train_start(self) -> None:
+        self.head.register_full_backward_hook(lambda *_: None)
+
+
+def resume_with_a_hook(path: Path) -> list[str]:
+    """Runs on one rank: what a resumed run warns of hooks."""
+    run(Setting(DDP), Saver("on_train_batch_end", 2, path))
+    with warnings.catch_warnings(record=True) as caught:
+        run(Setting(DDP, module=Hooked), seed=2, ckpt_path=path)
+    return [str(each.message) for each in caught if "have backward hooks" in str(each.message)]
+
+
+def test_a_resumed_run_looks_at_its_first_window(pool1: RankPool, tmp_path: Path) -> None:
+    """The report on the last step comes from the checkpoint, and does not pass for a window of this run."""
+    (warned,) = pool1.run(resume_with_a_hook, tmp_path / "saved.ckpt")
+    assert len(warned) == 1
 
 
 class OwnState(Callback):
