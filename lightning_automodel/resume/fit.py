@@ -59,6 +59,15 @@ class Resume:
     Only :meth:`add_to` communicates.
 
     ``run`` trains the module, and ``patches`` last as long as the fit.
+
+    ====================================  ================  ===============================================
+    the fit                               ``_has_started``  ``_kept``
+    ====================================  ================  ===============================================
+    is set up                             False             None
+    has loaded a checkpoint               False             what was loaded, until training starts
+    trains                                True              None: a save reads the present
+    is over                               True              where it has ended, for saves that follow
+    ====================================  ================  ===============================================
     """
 
     def __init__(self, run: "TrainingRun", patches: PatchStack) -> None:

@@ -14,11 +14,17 @@ a forward                 as before           as before                  stay fo
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
                                               end, else NONE
 :meth:`end_step`          HOOKS               as before                  freed
-:meth:`evaluating`        EVALUATION, then    as before                  freed before it, and after it
-                          HOOKS
+:meth:`evaluating`        EVALUATION, then    as before; after an error  freed before it, and after it
+                          HOOKS               BY_FSDP2
+:meth:`replaying`         STEP, then HOOKS    as before; after an error  freed before it, and after it
+                                              BY_FSDP2
 :meth:`reuse_retained`    as before           as before                  shown again, if retained and current
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
+:meth:`discard`           as before           BY_FSDP2, if all           as before
+                                              gradients are dropped
+requires_grad changes     as before           as before                  shown again, if they are gathered
+:meth:`close`             HOOKS               BY_FSDP2                   freed
 ========================  ==================  =========================  =======================================
 
 (the methods of :class:`FSDP2Window`). With ``retain_unsharded`` parameters are all-gathered in the first
@@ -45,8 +51,8 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import use_and_writes
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
+from lightning_automodel.sharding.gathered_tensor import shard_versions
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
-from lightning_automodel.sharding.shards import shard_versions
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 

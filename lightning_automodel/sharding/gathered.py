@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, use_and_writes
-from lightning_automodel.sharding.phases import Phase, PhasedEngine
-from lightning_automodel.sharding.shards import (
+from lightning_automodel.sharding.gathered_tensor import (
     IN_HOOKS,
     WRITTEN_TWICE,
     check_is_gathered,
@@ -29,6 +28,7 @@ from lightning_automodel.sharding.shards import (
     shard_versions,
     text_of_refusal,
 )
+from lightning_automodel.sharding.phases import Phase, PhasedEngine
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"

@@ -21,20 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import (
-    DATA,
     GRAD,
     break_graphs_at,
     plain_access,
     support_foreach,
     with_part,
 )
-from lightning_automodel.internals.torch import local_tensor, version, without_wrappers
-from lightning_automodel.sharding import parts
+from lightning_automodel.internals.torch import local_tensor, without_wrappers
+from lightning_automodel.sharding import gathered_tensor, parts
 from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_like
 from lightning_automodel.sharding.whole_copies import (
     AUGMENTED,
@@ -44,7 +41,6 @@ from lightning_automodel.sharding.whole_copies import (
     count_writes,
     gather,
     on_wholes,
-    own_part,
 )
 
 SAVE_WHOLE = (
@@ -54,16 +50,6 @@ SAVE_WHOLE = (
     " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
 )
 """How to write sharded weights that other programs read."""
-
-
-IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
-"""Where weights are written without being gathered."""
-
-WRITTEN_TWICE = (
-    "was written while it was gathered, as a list or an optimizer holds its shard. Within a step, take"
-    f" parameters from the module (self.parameters()), or write them {IN_HOOKS}."
-)
-"""Why a shard must not be written while a step computes with its copy."""
 
 
 class Shard(DTensor):
@@ -149,7 +135,7 @@ class Shard(DTensor):
 
 
 support_foreach(Shard)
-break_graphs_at(Shard, parts.__name__)
+break_graphs_at(Shard, parts.__name__, gathered_tensor.__name__)
 
 
 def make_shard(tensor: Any) -> Any:
@@ -172,132 +158,6 @@ def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
             shard.parameter_name = names.get(id(shard), "a parameter")
             shard.fsdp_param = param
             shard.accepts_hooks = accept_hooks
-
-
-# --- What FSDP2 gathers of a shard ------------------------------------------------------------------------------------
-
-
-def _get_data(gathered: Any) -> Tensor:
-    view: Tensor = gathered.alias.detach()
-    return view
-
-
-def _set_data(gathered: Any, value: Tensor) -> None:
-    shard = gathered.shard
-    if value.dtype != gathered.dtype:
-        raise RuntimeError(text_of_refusal(shard, gathered))
-    if value.shape != gathered.shape or hasattr(local_tensor(shard), "fsdp_post_all_gather"):
-        raise RuntimeError(
-            f"{shard.parameter_name} is sharded, and its copy of shape {tuple(gathered.shape)}, which FSDP2 has"
-            f" gathered, cannot become a tensor of shape {tuple(value.shape)}: write it {IN_HOOKS}. Change"
-            " shapes before the model is sharded, in __init__ or configure_model."
-        )
-    check_is_gathered(gathered)
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    # In other memory, since a backward may need what FSDP2 has gathered.
-    memory = fsdp2.gather_elsewhere(shard.fsdp_param)
-    memory.copy_(own_part(value, gathered).detach())
-    for tensor in (gathered, gathered.alias):
-        if isinstance(tensor, DTensor):
-            torch_internals.set_local_tensor(tensor, memory)
-        else:
-            DATA.__set__(tensor, memory)
-    torch.autograd.graph.increment_version([gathered.alias])
-
-
-def _get_grad(gathered: Any) -> Tensor | None:
-    if _is_asked_by_torch(gathered):
-        return GRAD.__get__(gathered)
-    return gathered.shard.grad
-
-
-def _set_grad(gathered: Any, value: Tensor | None) -> None:
-    if _is_asked_by_torch(gathered):
-        GRAD.__set__(gathered, value)
-    else:
-        gathered.shard.grad = value
-
-
-def _is_asked_by_torch(gathered: Any) -> bool:
-    """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.engine.backward is not None or torch_internals.is_read_by_torch()
-
-
-class GatheredTensor:
-    """A parameter that FSDP2 has gathered. It shows the gradient of the shard.
-
-    Attributes:
-        shard: The sharded parameter.
-        engine: Knows whether a backward of the strategy runs.
-        alias: Shares the memory, and has a version counter of its own: that of writes through ``.data``.
-    """
-
-    __slots__ = ()  # or a parameter could not be given the classes below
-    shard: Any
-    engine: Engine
-    alias: Tensor
-    data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad)
-
-    def __deepcopy__(self: Any, memo: Any) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-
-class _Gathered(GatheredTensor, nn.Parameter):
-    """A whole parameter."""
-
-
-class _GatheredPart(GatheredTensor, DTensor):
-    """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
-
-
-def make_gathered(gathered: Any, shard: nn.Parameter, engine: Engine) -> None:
-    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class."""
-    gathered.shard = shard
-    gathered.engine = engine
-    gathered.alias = DATA.__get__(gathered)
-    gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
-
-
-def make_plain(gathered: Any) -> None:
-    """Undo :func:`make_gathered`."""
-    gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-    for name in ("shard", "engine", "alias"):
-        delattr(gathered, name)
-
-
-def text_of_refusal(shard: Any, gathered: Tensor) -> str:
-    """Why what was written to a copy is not carried into the shard."""
-    if gathered.dtype == shard.dtype:
-        return f"{shard.parameter_name} {WRITTEN_TWICE}"
-    return (
-        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in"
-        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
-        f" {IN_HOOKS}. Or pass data_parallel='ddp'."
-    )
-
-
-def shard_versions(shards: list[Any]) -> list[int]:
-    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
-    with plain_access():
-        try:
-            return list(map(version, shards))
-        except RuntimeError:
-            # Asking each first whether it is one takes longer than all the rest.
-            return [0 if shard.is_inference() else version(shard) for shard in shards]
-
-
-def check_is_gathered(gathered: Any) -> None:
-    """Raise RuntimeError if a copy is written that FSDP2 has freed."""
-    memory = local_tensor(gathered.alias).untyped_storage()
-    if gathered.numel() > 0 and memory.size() == 0:
-        raise RuntimeError(
-            f"{gathered.shard.parameter_name} was written within a step or a forward, and FSDP2 has freed"
-            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
-            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
-            " data_parallel='ddp'."
-        )
 
 
 # --- What a tensor says of itself -----------------------------------------------------------------------------------
