@@ -142,6 +142,7 @@ class ExactnessCheck(Callback):
         self._patches.restore()
         lockstep = self._lockstep
         ended = [window for window in lockstep.windows.values() if window.gradients is not None]
+        # A rank without a window joins the others' replays: its empty one cannot be judged.
         for window in ended or [RecordedWindow()]:
             lockstep.take(window)
             if lockstep.turns:  # else no rank has computed a loss
