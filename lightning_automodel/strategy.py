@@ -628,6 +628,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         checks.check_validation_interval(self._module.trainer)
         self._required_run.windows.reset()
+        self._required_run.synchronize_metrics()  # a resumed epoch may have no first batch
         if self._resume is not None:
             self._resume.on_train_start()
 
@@ -644,6 +645,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._required_run.synchronize_metrics()
         self._required_run.inputs.begin_training_batch()
 
     @override

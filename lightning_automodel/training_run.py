@@ -145,7 +145,11 @@ class TrainingRun:
         self.model = self.engine.model
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
-        tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
+        self.synchronize_metrics()
+
+    def synchronize_metrics(self) -> None:
+        """See :func:`.tensor_parallel.synchronize_metrics`. Not a collective."""
+        tensor_parallel.synchronize_metrics(self.module, self._mesh, self.patches)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -359,6 +363,8 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
+                if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
+                    self.synchronize_metrics()
                 with attention:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 

@@ -12,7 +12,6 @@ from lightning_automodel.checkpoint.errors import describe
 from lightning_automodel.checkpoint.export import export_hugging_face
 from lightning_automodel.checkpoint.reading import consolidate
 from lightning_automodel.checkpoint.shard_directory import open_checkpoint
-from lightning_automodel.checkpoint.state_dict import STATES
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 _INSPECT_EXAMPLES = """the usual cases:
@@ -91,7 +90,6 @@ def _inspect(parsed: argparse.Namespace) -> None:
         "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
         "epoch": tree.get("epoch"),
         "global_step": tree.get("global_step"),
-        "rest": sorted(str(key) for key in tree if key not in STATES),
     }
     print(json.dumps(report, indent=1, default=str))
 

@@ -9,6 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.dtensor import tree_map_only
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -21,8 +22,9 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # All of their attributes: `Running` and `MinMaxMetric` keep numbers beside their states.
         self._metrics = [
-            (metric, lightning_internals.metric_state(metric))
+            (metric, tree_map_only(torch.Tensor, torch.Tensor.clone, dict(vars(metric))))
             for metric in lightning_internals.metrics_in(module).values()
         ]
         self._buffers = [
@@ -38,8 +40,8 @@ class ModuleState:
         """Put back what there was."""
         for owner, name, buffer in self._buffers:
             setattr(owner, name, buffer)
-        for metric, state in self._metrics:
-            lightning_internals.set_metric_state(metric, state)
+        for metric, attributes in self._metrics:
+            vars(metric).update(attributes)
 
 
 def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

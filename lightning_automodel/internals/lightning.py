@@ -205,13 +205,13 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     overwrite(metric, "_update_count", saved["count"])
 
 
-def metrics_in(module: nn.Module, *callbacks: Any) -> dict[str, Metric]:
+def metrics_in(module: nn.Module, *others: Any) -> dict[str, Metric]:
     """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own.
 
-    Then those that are attributes of ``callbacks``.
+    Then those that are attributes of ``others``, in the same way.
     """
     named: dict[str, Any] = dict(module.named_modules())
-    holders = {f"callback{number}": callback for number, callback in enumerate(callbacks)}
+    holders = {f"other{number}": other for number, other in enumerate(others)}
     for path, owner in (named | holders).items():
         attributes: list[Any] = []
         tree_map(attributes.append, vars(owner))

@@ -117,10 +117,11 @@ def share_random_state(group: dist.ProcessGroup | None, device: torch.device) ->
 
 
 def synchronize_metrics(module: "pl.LightningModule", mesh: RunMesh, patches: PatchStack) -> None:
-    """Let TorchMetrics of ``module`` and of callbacks synchronise over the ranks that hold different data.
+    """Let TorchMetrics of ``module``, callbacks and data modules synchronise over the ranks that hold different data.
 
     By default they synchronise over the world, which has each sample once for each tensor-parallel peer:
-    sums would be too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
+    sums would be too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it. Hooks make
+    metrics too: called again, this sees those that were made since.
     """
 
     # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
@@ -129,8 +130,11 @@ def synchronize_metrics(module: "pl.LightningModule", mesh: RunMesh, patches: Pa
 
     if mesh.tensor_group is None:
         return
-    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-    for metric in lightning_internals.metrics_in(module, *callbacks).values():
+    trainer: Any = module.trainer
+    holders = [*trainer.callbacks]
+    if trainer.datamodule is not None:
+        holders.append(trainer.datamodule)
+    for metric in lightning_internals.metrics_in(module, *holders).values():
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 

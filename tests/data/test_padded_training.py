@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.wrappers import Running
 
 from lightning_automodel import AutomodelStrategy
 from tests.data.plain import train_windows
@@ -28,6 +29,7 @@ class Padded(LabelledModule):
         super().__init__()
         self.mean = MeanMetric()
         self.unregistered = {"train": [SumMetric(sync_on_compute=False)]}  # no submodule
+        self.newest = Running(SumMetric(sync_on_compute=False), window=50)
         self.seen = 0
         self.fillers = 0
         self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
@@ -45,6 +47,7 @@ class Padded(LabelledModule):
         self.log("most", float(tokens), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.unregistered["train"][0].update(1)
+        self.newest.update(1)
         self.seen += not self.trainer.strategy.is_filler
         self.fillers += self.trainer.strategy.is_filler
         batch.clear()
@@ -81,6 +84,7 @@ def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate
         "tokens": int(module.tokens),
         "seen": module.seen,
         "unregistered": int(module.unregistered["train"][0].compute()),
+        "newest": int(module.newest.compute()),
         "fillers": module.fillers,
         "random": float(torch.rand(1)),
         "steps": trainer.global_step,
@@ -96,7 +100,7 @@ def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int) ->
     assert_exact((result["weights"] for result in results), full_weights(model))
     first_tokens = sum(int((batch["labels"] != -100).sum()) for batch in by_rank[0])
     for rank, result in enumerate(results):
-        assert result["seen"] == result["unregistered"] == 2 * counts[rank]
+        assert result["seen"] == result["unregistered"] == result["newest"] == 2 * counts[rank]
         assert result["fillers"] == 2 * (max(counts) - counts[rank])
         assert result["micro_batches"] == [size for *_, size in reports]
         assert result["logged"] == pytest.approx(results[0]["logged"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -231,11 +232,27 @@ class CountsSamples(TensorParallelModule):
         self.logged(value)
         self.computed.update(value)
         self.held["val"]["sum"].update(value)
+        self.late.update(value)
+        self.trainer.datamodule.sum.update(value)
         self.log("logged", self.logged)
 
+    def on_validation_epoch_start(self) -> None:
+        self.late = SumMetric()
+
     def on_validation_epoch_end(self) -> None:
-        computed = (self.computed, copy.deepcopy(self.computed), self.held["val"]["sum"])
+        computed = (self.computed, copy.deepcopy(self.computed), self.held["val"]["sum"], self.late)
         self.found = tuple(float(metric.compute()) for metric in computed)
+
+
+class HasSum(LightningDataModule):
+    """Holds a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SumMetric()
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(own_batches(), batch_size=None)
 
 
 class CountsBeside(Callback):
@@ -248,23 +265,24 @@ class CountsBeside(Callback):
         self.sums["val"].update(batch["labels"].double().sum())
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.found = float(self.sums["val"].compute())
+        self.found = float(self.sums["val"].compute()), float(trainer.datamodule.sum.compute())
 
 
 def _sums() -> tuple[float, ...]:
     module = CountsSamples(decoder())
     beside = CountsBeside()
     trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR), callbacks=[beside])
-    trainer.validate(module, DataLoader(own_batches(), batch_size=None), verbose=False)
-    metrics = (module.logged, module.computed, module.held["val"]["sum"], beside.sums["val"])
-    assert [metric.dist_sync_fn for metric in metrics] == [None] * 4
-    return float(trainer.callback_metrics["logged"]), *module.found, beside.found
+    data = HasSum()
+    trainer.validate(module, datamodule=data, verbose=False)
+    metrics = (module.logged, module.computed, module.held["val"]["sum"], module.late, beside.sums["val"])
+    assert [metric.dist_sync_fn for metric in (*metrics, data.sum)] == [None] * 6
+    return float(trainer.callback_metrics["logged"]), *module.found, *beside.found
 
 
 def test_metrics_count_each_sample_once(pool4: RankPool) -> None:
     """TorchMetrics gather over the ranks that hold different data, and are as they were afterwards."""
     expected = sum(float(batch["labels"].sum()) for batches in micro_batches(CASE) for batch in batches)
-    assert pool4.run(_sums) == [(expected,) * 5] * 4
+    assert pool4.run(_sums) == [(expected,) * 7] * 4
 
 
 class AsksAllRanks(Callback):
