@@ -168,7 +168,7 @@ class FirstStepCheck:
         ):
             for submodule in called.modules():
                 patches.set(submodule, "training", False)
-            patches.callback(ModuleState(called).restore)
+            patches.callback(ModuleState(self._module).restore)
             patches.set(self._module, "log", lambda *_, **__: None)
             yield
 

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
@@ -21,7 +21,7 @@ class ModuleState:
     Until :meth:`restore`, which may follow the backward, the module works with copies.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: "pl.LightningModule") -> None:
         # All of their attributes: `Running` and `MinMaxMetric` keep numbers beside their states.
         self._metrics = [
             (metric, tree_map_only(torch.Tensor, torch.Tensor.clone, dict(vars(metric))))

@@ -205,16 +205,21 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     overwrite(metric, "_update_count", saved["count"])
 
 
-def metrics_in(module: nn.Module, *others: Any) -> dict[str, Metric]:
-    """All TorchMetrics of ``module`` by name, also those that are no submodules: in dicts and lists of its own.
+def metrics_in(module: LightningModule) -> dict[str, Metric]:
+    """All TorchMetrics of ``module``, of the callbacks and of the data module by name.
 
-    Then those that are attributes of ``others``, in the same way.
+    Also those that are no submodules: in attributes of theirs, and in nested dicts and lists there.
     """
-    named: dict[str, Any] = dict(module.named_modules())
-    holders = {f"other{number}": other for number, other in enumerate(others)}
-    for path, owner in (named | holders).items():
+    trainer: Any = module.trainer
+    holders: dict[str, Any] = dict(module.named_modules())
+    named = dict(holders)
+    # With its number too, for two of a class: another order brings nothing back, rather than the other's.
+    holders |= {f"{callback.state_key} {n}": callback for n, callback in enumerate(trainer.callbacks)}
+    if trainer.datamodule is not None:
+        holders["data module"] = trainer.datamodule
+    for path, holder in holders.items():
         attributes: list[Any] = []
-        tree_map(attributes.append, vars(owner))
+        tree_map(attributes.append, vars(holder))
         held = [value for value in attributes if isinstance(value, nn.Module)]
         for number, part in enumerate(held):
             named |= part.named_modules(prefix=f"{path}[{number}]")

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -54,7 +55,7 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
     )
 
 
-def convert_metrics(plugin: Precision, module: nn.Module) -> None:
+def convert_metrics(plugin: Precision, module: "pl.LightningModule") -> None:
     """Give TorchMetrics states in float64 under 64-true.
 
     Else they become so when a metric is logged for the first time, and ranks with unequal numbers of batches

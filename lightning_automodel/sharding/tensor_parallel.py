@@ -130,11 +130,7 @@ def synchronize_metrics(module: "pl.LightningModule", mesh: RunMesh, patches: Pa
 
     if mesh.tensor_group is None:
         return
-    trainer: Any = module.trainer
-    holders = [*trainer.callbacks]
-    if trainer.datamodule is not None:
-        holders.append(trainer.datamodule)
-    for metric in lightning_internals.metrics_in(module, *holders).values():
+    for metric in lightning_internals.metrics_in(module).values():
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
 

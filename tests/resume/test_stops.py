@@ -227,6 +227,21 @@ class Keeping(Learner):
         return output
 
 
+class Totals(Callback):
+    """Counts in a metric of its own."""
+
+    def __init__(self) -> None:
+        self.totals = {"train": SumMetric()}
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+        self.totals["train"].update(1)
+        self.log("batches so far", self.totals["train"].compute())
+
+
+def totals() -> list[Callback]:
+    return [Totals()]
+
+
 class OneCycle(Learner):
     """Its schedule is made from the number of steps, for which set-up loads the data before the checkpoint is read."""
 
@@ -250,7 +265,10 @@ PLATEAU = {"schedule": "plateau"}
     ("setting", "stops"),
     [
         (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 2),)),
-        (Setting(FSDP2, TWO, module=OneCycle, loader="distributed"), (("on_train_batch_end", 4),)),
+        (
+            Setting(FSDP2, TWO, module=OneCycle, loader="distributed", callbacks=totals),
+            (("on_train_batch_end", 4),),
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
