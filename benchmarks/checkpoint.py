@@ -152,7 +152,7 @@ class Turns(pl.Callback):
             if done:
                 break
         self.until_written.append(perf_counter() - start)
-        saver.check()
+        saver.poll()
         quiet = [self._compute(trainer) for _ in seconds]
         return max(0.0, sum(seconds) - sum(quiet))
 
