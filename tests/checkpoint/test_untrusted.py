@@ -218,7 +218,7 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
 
 
 def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"state_dict": MODEL, "\x1b[2J\x9b1m\nform: x": 1}, tmp_path / "a.ckpt")
+    torch.save({"state_dict": MODEL, "epoch": "\x1b[2J\x9b1m\nform: x"}, tmp_path / "a.ckpt")
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
     assert '"\\u001b[2J\\u009b1m\\nform: x"' in capsys.readouterr().out
     forged = {"state_dict": {"\x1b]0;x\x07a.b": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}
