@@ -48,6 +48,9 @@ class Padded(LabelledModule):
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.unregistered["train"][0].update(1)
         self.newest.update(1)
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, Reports):
+                callback.beside.update(1)
         self.seen += not self.trainer.strategy.is_filler
         self.fillers += self.trainer.strategy.is_filler
         batch.clear()
@@ -57,6 +60,7 @@ class Padded(LabelledModule):
 class Reports(Callback):
     def __init__(self) -> None:
         self.reports: list[Any] = []
+        self.beside = SumMetric(sync_on_compute=False)
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -85,6 +89,7 @@ def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate
         "seen": module.seen,
         "unregistered": int(module.unregistered["train"][0].compute()),
         "newest": int(module.newest.compute()),
+        "beside": int(reports.beside.compute()),
         "fillers": module.fillers,
         "random": float(torch.rand(1)),
         "steps": trainer.global_step,
@@ -100,7 +105,8 @@ def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int) ->
     assert_exact((result["weights"] for result in results), full_weights(model))
     first_tokens = sum(int((batch["labels"] != -100).sum()) for batch in by_rank[0])
     for rank, result in enumerate(results):
-        assert result["seen"] == result["unregistered"] == result["newest"] == 2 * counts[rank]
+        metrics = [result[name] for name in ("unregistered", "newest", "beside")]
+        assert metrics == [result["seen"]] * 3 == [2 * counts[rank]] * 3
         assert result["fillers"] == 2 * (max(counts) - counts[rank])
         assert result["micro_batches"] == [size for *_, size in reports]
         assert result["logged"] == pytest.approx(results[0]["logged"])
