@@ -535,7 +535,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.accelerator.setup(trainer)
         self._start_run(trainer)
         if fitting:
-            self._make_resumable(trainer)
+            self._make_resumable()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._required_run.patch_plugin()
@@ -557,7 +557,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         weight_averaging.set_up(module)
 
-    def _make_resumable(self, trainer: "pl.Trainer") -> None:
+    def _make_resumable(self) -> None:
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
         module = self._module
         run = self._required_run
