@@ -526,7 +526,7 @@ def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Cal
     trainer, undisturbed = run(setting)
     try:
         stopped_trainer, _ = run(stopped, *callbacks)
-    except (Stop, SystemExit):
+    except SystemExit:
         stopped_trainer = None
     if stopped_trainer is not None and not path.exists():
         stopped_trainer.save_checkpoint(path)

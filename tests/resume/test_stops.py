@@ -70,25 +70,21 @@ class Ends(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: Path) -> list[str]:
-    """Runs on every rank: what differs after a run was ended in a hook."""
+def stopped_by_signal(engine: dict[str, Any], when: int, folder: Path) -> list[str]:
+    """Runs on every rank: what differs after SIGTERM came before batch `when`."""
     setting = Setting(engine, WINDOWS, callbacks=counting)
     saves = OnExceptionCheckpoint(folder, "stopped")
-    return compare_stop(setting, setting, folder / "stopped.ckpt", Ends(hook, when, end), saves)
+    ends = Ends("on_train_batch_start", when, "SIGTERM")
+    return compare_stop(setting, setting, folder / "stopped.ckpt", ends, saves)
 
 
 @pytest.mark.parametrize(
-    ("engine", "end", "hook", "when"),
-    [
-        (FSDP2, "SIGTERM", "on_train_batch_start", 3),
-        (DDP, "SIGTERM", "on_train_batch_start", 4),
-    ],
+    ("engine", "when"),
+    [(FSDP2, 3), (DDP, 4)],
 )
 @pytest.mark.timeout(400)
-def test_stopped(
-    pool2: RankPool, engine: dict[str, Any], end: str, hook: str, when: int, tmp_path: Path
-) -> None:
-    for differing in pool2.run(stopped_by, end, engine, hook, when, tmp_path, timeout_s=300):
+def test_stopped(pool2: RankPool, engine: dict[str, Any], when: int, tmp_path: Path) -> None:
+    for differing in pool2.run(stopped_by_signal, engine, when, tmp_path, timeout_s=300):
         assert differing == []
 
 
