@@ -42,6 +42,8 @@ class Launched:
 
     def __init__(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
         self._pipe, theirs = forked().Pipe()
+        # A barrier among them is gone for the process, too, once nobody here refers to it.
+        self._args = args
         self.process = forked().Process(target=_child, args=(theirs, function, args, environment))
         self.process.start()
         theirs.close()

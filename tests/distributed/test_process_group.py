@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
-BRIEF = timedelta(seconds=5)
+BRIEF = timedelta(seconds=8)
 NOT_THERE = "stopped, dead, cut off, or not arrived yet"
 
 
@@ -78,7 +79,9 @@ def _join_by(
     return _join_and_sum(delay_s, backend, **arguments)
 
 
-def _wait_briefly(arguments: dict[str, Any]) -> tuple[DistInfo, float]:
+def _wait_briefly(arguments: dict[str, Any], all_started: Barrier) -> tuple[DistInfo, float]:
+    """Join with the others of the case, whose start may take long on a loaded machine."""
+    all_started.wait(PATIENCE_S)
     return _join_and_sum(timeout=BRIEF, **arguments)
 
 
@@ -261,7 +264,11 @@ def joins_in_vain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[in
 
 
 def _briefly(port: int, ranks: tuple[int, ...], world_size: int, **environment: str) -> list[Launched]:
-    return [Launched(_wait_briefly, {}, **place(port, rank, world_size), **environment) for rank in ranks]
+    all_started = forked().Barrier(len(ranks))
+    return [
+        Launched(_wait_briefly, {}, all_started, **place(port, rank, world_size), **environment)
+        for rank in ranks
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -278,7 +285,11 @@ def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> It
         Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
         for rank, name in enumerate(["gloo", "cpu:gloo"])
     ]
-    by_file = [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)]
+    both_started = forked().Barrier(2)
+    by_file = [
+        Launched(_wait_briefly, {"init_method": file, "rank": rank, "world_size": 3}, both_started)
+        for rank in (1, 2)
+    ]
     by_agent = _briefly(agent.port, (0, 2), 3, TORCHELASTIC_USE_AGENT_STORE="True")
     meeting_place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(ports["lightning"])}
     by_lightning = [Launched(_wait_briefly_as_lightning_does, 0, 2, **meeting_place)]
@@ -357,4 +368,4 @@ def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
-    _wait_briefly({})
+    _join_and_sum(timeout=timedelta(seconds=5))
