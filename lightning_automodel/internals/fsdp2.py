@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.dtensor import GRAD
+from lightning_automodel.internals.dtensor import GRAD, plain_access
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
@@ -243,6 +243,7 @@ class Unit:
         self.module: Any = module
         self.groups = param_groups(module)
         self.params = [param for group in self.groups for param in group.fsdp_params]
+        self._places = [(param, *place) for param in self.params for place in _places_of(param)]
         self.is_retained = False
 
     @property
@@ -268,8 +269,9 @@ class Unit:
         """Let modules show gathered parameters, which are trainable as the shards are."""
         for group in self.groups:
             group._sharded_state = type(group._sharded_state).UNSHARDED
-        for param in self.params:
-            param.to_unsharded()
+        with plain_access():
+            for param in self.params:
+                param.to_unsharded()
 
     def show_retained(self) -> bool:
         """Undo :meth:`retain`. False if it was not called, or if a forward has freed what was retained."""
@@ -305,16 +307,21 @@ class Unit:
 
     def is_substituted(self) -> bool:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
-        for param in self.params:
-            place = param._module_info
-            holders = [place.module, *place.shared_modules]
-            names = [place.param_name, *place.shared_param_names]
-            for shown in map(getattr, holders, names):
-                # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
-                is_layout = isinstance(shown, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
-                if shown is not param.sharded_param and shown is not param.unsharded_param and not is_layout:
-                    return True
+        for param, module, name in self._places:
+            shown = getattr(module, name)
+            if shown is param.unsharded_param or shown is param.sharded_param:
+                continue
+            # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
+            if not isinstance(shown, DTensor) or param.sharded_state.name != "SHARDED_POST_FORWARD":
+                return True
         return False
+
+
+def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that hold a parameter, several if it is shared, each with its name there."""
+    place = param._module_info
+    yield place.module, place.param_name
+    yield from zip(place.shared_modules, place.shared_param_names, strict=True)
 
 
 def _has_memory(group: FSDPParamGroup) -> bool:
