@@ -1,10 +1,33 @@
 """What is replaced on objects of Lightning, torch and users: one stack that restores it."""
 
+import functools
+import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from lightning_automodel.internals.releases import TESTED_RELEASES
+
+
+class _Replacement:
+    """What is called in place of a function of an object. A pickle or copy of the object has that function itself."""
+
+    def __init__(self, call: Callable[..., Any], replaced: Any) -> None:
+        functools.update_wrapper(self, call)
+        self.__wrapped__ = inspect.unwrap(call)  # Lightning's is_overridden looks at one
+        self._call = call
+        self._replaced = replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._replaced,)
+
+
+def _itself(function: Any) -> Any:
+    return function
 
 
 class PatchStack(ExitStack):
@@ -29,6 +52,8 @@ class PatchStack(ExitStack):
             self.callback(setattr, target, name, own[name])
         else:
             self.callback(_uncover, target, name)
+        if inspect.isroutine(value) or isinstance(value, functools.partial):
+            value = _Replacement(value, getattr(target, name, None))
         setattr(target, name, value)
 
     def ignore_warnings(self, text: str) -> None:
