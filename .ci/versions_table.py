@@ -6,8 +6,8 @@ from pathlib import Path
 
 BEGIN = "<!-- versions -->"
 END = "<!-- /versions -->"
-TIERS = ("unit", "sharding", "distributed", "gradients", "exactness", "trainer")
-HEADER = ["torch", "Lightning", *TIERS, "date"]
+RUNS = ("suite", "search")
+HEADER = ["torch", "Lightning", *RUNS, "commit", "date"]
 
 
 def cells(line: str) -> list[str]:
@@ -20,17 +20,16 @@ def release(key: tuple[str, str]) -> list[int]:
     return [int(number) for version in key for number in version.split(".")]
 
 
-results = sys.argv[1]
-document = Path(sys.argv[2])
+results, document, commit = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 before, rest = document.read_text().split(BEGIN)
 section, after = rest.split(END)
 table = [cells(line) for line in section.splitlines() if line.startswith("| 2")]
 rows = {(row[0], row[1]): dict(zip(HEADER, row, strict=True)) for row in table}
 for line in Path(results).read_text().splitlines():
-    torch, lightning, tier, summary = line.split("\t")
-    empty = {"torch": torch, "Lightning": lightning, **dict.fromkeys(TIERS, "not run")}
+    torch, lightning, run, summary = line.split("\t")
+    empty = {"torch": torch, "Lightning": lightning, **dict.fromkeys(RUNS, "not run")}
     row = rows.setdefault((torch, lightning), empty)
-    row |= {tier: summary, "date": datetime.date.today().isoformat()}
+    row |= {run: summary, "commit": commit, "date": datetime.date.today().isoformat()}
 lines = [
     HEADER,
     ["---"] * len(HEADER),

@@ -46,12 +46,16 @@ def warn_untested() -> None:
     """Warn of a torch or Lightning that is newer than all that were tested: a private name may mean something else."""
     for library, tested in TESTED_RELEASES.items():
         release = importlib.metadata.version(library)
-        if _numbers(release) > _numbers(tested.rpartition(" ")[2]):
+        newest = tested.rpartition(" ")[2]
+        if _numbers(release) > _numbers(newest):
+            command = f"bash .ci/versions {release}"
+            if library == "lightning":
+                command = f"LIGHTNING={release} bash .ci/versions {importlib.metadata.version('torch')}"
             rank_zero_warn(
                 f"lightning_automodel was tested with {library} {tested}, and this is {library} {release}."
-                " What it uses of the library may have changed without an error. To test it, run `bash"
-                " .ci/versions` with the release of torch in a clone of the repository (CONTRIBUTING.md,"
-                " Support for a new torch); ExactnessCheck compares your own training with one process."
+                f" What it uses of the library may have changed without an error. To test it, run `{command}` in a"
+                " clone of the repository (CONTRIBUTING.md, Support for a new torch). ExactnessCheck compares your"
+                " own training with one process, but not a resumed run with one that never stopped."
             )
 
 

@@ -37,10 +37,16 @@ vars(module).pop("_by_string")
 
 
 @pytest.mark.parametrize(
-    ("library", "release"),
-    [("torch", "2.15.1"), ("torch", "2.16.0a0+git1"), ("lightning", "2.7.0")],
+    ("library", "release", "command"),
+    [
+        ("torch", "2.15.1", "bash .ci/versions 2.15.1"),
+        ("torch", "2.16.0a0+git1", "bash .ci/versions 2.16.0a0+git1"),
+        ("lightning", "2.7.0", "LIGHTNING=2.7.0 bash .ci/versions 2.15.0"),
+    ],
 )
-def test_newer_releases_are_warned_of(monkeypatch: pytest.MonkeyPatch, library: str, release: str) -> None:
+def test_newer_releases_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, library: str, release: str, command: str
+) -> None:
     """With what was tested, and how to test it."""
     installed = {"torch": "2.15.0", "lightning": "2.6.6"} | {library: release}
     monkeypatch.setattr(releases.importlib.metadata, "version", installed.get)
@@ -48,7 +54,7 @@ def test_newer_releases_are_warned_of(monkeypatch: pytest.MonkeyPatch, library: 
     with pytest.warns(UserWarning, match=re.escape(message)) as caught:
         releases.warn_untested()
     assert len(caught) == 1
-    assert "`bash .ci/versions`" in str(caught[0].message)
+    assert f"`{command}`" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("torch_release", ["2.13.0", "2.13.0+cpu", "2.14.1", "2.15.0+cu130"])
