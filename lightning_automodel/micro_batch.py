@@ -108,7 +108,7 @@ class MicroBatches:
             batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch, self.inputs.is_filler)
         # Only in the first window, since it reads the device.
-        if self.ahead is not None and self.windows.last_loss is None and not self._step.is_padding:
+        if self.ahead is not None and self._is_first_window and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
@@ -130,6 +130,11 @@ class MicroBatches:
         else:
             self.inputs.end_padding()
         return output
+
+    @property
+    def _is_first_window(self) -> bool:
+        """Whether no window of this run has ended yet, also of a run that was resumed."""
+        return self.windows.last_loss is None
 
     @property
     def _looks_first(self) -> bool:
@@ -185,7 +190,7 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        is_first_window = windows.last_loss is None
+        is_first_window = self._is_first_window
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
 
@@ -274,7 +279,7 @@ class MicroBatches:
         self.advice.about_half_precision(loss)
         if aux_loss is None:
             self._tell(self._looks.advice(self.module, self.weighting, loss, count, divided_by))
-        if self.windows.last_loss is None:
+        if self._is_first_window:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
     def _tell(self, text: str | None) -> None:
@@ -304,7 +309,7 @@ class MicroBatches:
                 self._check_not_counted_before()
         if is_padding:
             return 0, divided_by, aux_loss
-        is_first_window = self.windows.last_loss is None
+        is_first_window = self._is_first_window
         if self.ahead is not None:
             if has_count(output):
                 self.weighting.check_counted_ahead(

@@ -57,7 +57,8 @@ class CheckpointSaver:
     being written          a future      there too, once it is written
     =====================  ============  =============================================
 
-    ``save`` and ``close`` choose the state, ``finish`` ends a save.
+    ``save`` and ``close`` choose the state, ``finish`` ends a save. After a save that was given up
+    (``_keeps_older``), links and removals are dropped: nothing takes the place of older checkpoints.
 
     The ``options`` are the strategy's.
 
@@ -78,7 +79,6 @@ class CheckpointSaver:
         self._background_path = ""
         self._defers = False
         self._deferred: list[Callable[[], None]] = []  # of rank 0
-        # Whether the newest save was given up: nothing takes the place of older checkpoints, and of links to them.
         self._keeps_older = False
 
     def choose_form(self, io: CheckpointIO, world_size: int) -> None:

@@ -100,10 +100,10 @@ def flags_of(
 
 
 def set_flags(names: tuple[str, ...], flags: Mapping[FSDPParamGroup, tuple[Any, ...]]) -> None:
-    """Set the values that :func:`flags_of` returns."""
+    """Set the values that :func:`flags_of` returns. AttributeError if this release of torch has no such flag."""
     for group, values in flags.items():
         for name, value in zip(names, values, strict=True):
-            setattr(group, name, value)
+            overwrite(group, name, value)
 
 
 def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:

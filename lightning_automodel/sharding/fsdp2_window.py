@@ -24,6 +24,9 @@ a forward                 as before           as before                  stay fo
 :meth:`discard`           as before           BY_FSDP2, if all           as before
                                               gradients are dropped
 requires_grad changes     as before           as before                  shown again, if they are gathered
+:meth:`stepped`           as before           as before                  freed, unless a backward runs
+an exception in           HOOKS               as before                  as before, until :meth:`recover`
+:meth:`micro_batch`
 :meth:`close`             HOOKS               BY_FSDP2                   freed
 ========================  ==================  =========================  =======================================
 

@@ -47,6 +47,19 @@ WRITTEN_BEFORE_BACKWARD = (
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
 
+    =============  ==========================  ===============  ================================================
+    a unit is      its modules show            what is gathered  it leaves by
+    =============  ==========================  ===============  ================================================
+    sharded        shards                      freed            a forward, or ``gather``
+    pending        shards                      on its way       the forward that waits for it, or ``free``
+    gathered       copies                      in memory        ``retain`` or ``free``, or FSDP2, which frees it
+    retained       shards                      in memory        ``show_retained`` or ``free``
+    =============  ==========================  ===============  ================================================
+
+    Versions of the shards are noted before a gather, to know whether what is gathered is current, and before a
+    forward, to know what was written before its backward. Those of the copies are noted whenever the shards
+    have followed them.
+
     Attributes:
         number: Of the unit, from 1.
         engine: Knows which phase it is in, and whether a backward of the strategy runs.

@@ -31,6 +31,9 @@ _DOUBTFUL = 2.5  # roundings in half precision
 _LEAST = 16  # roundings that are no error
 _MOST_ROUNDING = 0.01  # with which gradients in single precision still mean something
 _INFINITE = 1e100  # an error as large, or NaN
+_UNEXPLAINED = 0.05  # of the gradients, that weights of micro-batches may leave where they explain an error
+_IMPROVEMENT = 0.3  # of what is off without these weights, that may be left with them
+_WEIGHT_OFF = 0.02  # of a micro-batch, which is an error where rounding hides it from the norms
 _SLOPE_OFF = 0.02  # by the curvature of the loss, and its rounding
 
 
@@ -137,7 +140,12 @@ def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
             f"another order and scale change them by {percent(step.rounding)}: by rounding, which"
             " precision='64-true' tells, or by a hook of the backward that is not linear"
         )
-    _explain(step, lockstep, samples, lockstep.sample(run))
+    factors, error = _fit_weights(samples, lockstep.sample(run))
+    is_weighed_wrongly = error > (0 if step.is_wrong else _WEIGHT_OFF)
+    step.is_wrong = (
+        step.is_wrong or is_weighed_wrongly
+    )  # in half precision, rounding does not explain a weight
+    step.explanation = _explain(step, lockstep, factors if is_weighed_wrongly else None)
     if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL * step.rounding:
         raise ReplayError(
             f"they are {percent(step.gradient_error)} off, which may be rounding (here"
@@ -182,37 +190,45 @@ def _unrepeatable(step: StepResult, lockstep: LockStep) -> str:
     return ""
 
 
-def _explain(step: StepResult, lockstep: LockStep, samples: list[Tensor], run: Tensor) -> None:
-    """Say what micro-batches weigh in the gradients, or which parameters are off if that is no reason.
+def _fit_weights(samples: list[Tensor], run: Tensor) -> tuple[Tensor, float]:
+    """What micro-batches weigh in the run's gradients: factors [k] of their right weights, and the largest error.
 
-    ``samples`` [k] are entries of what each micro-batch adds to those of one batch, ``run`` [k] the same entries
-    of the run's. ReplayError if the gradients may be meant so.
+    ``samples`` [k] are entries of what each micro-batch adds to the gradients of one batch, ``run`` the same
+    entries of the run's. The error is zero where no weights explain what is off.
+    """
+    parts = torch.stack(samples, dim=1)
+    solution = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
+    factors = torch.where(parts.any(dim=0), solution, 1.0)
+    size = run.norm().clamp_min(1e-300)
+    left = (parts @ factors - run).norm() / size
+    unweighted = (parts.sum(dim=1) - run).norm() / size
+    error = (factors - 1).abs().max()
+    explains = left < _UNEXPLAINED and left < _IMPROVEMENT * unweighted and error > _FACTOR * left
+    return factors, float(error) if explains else 0.0
+
+
+def _explain(step: StepResult, lockstep: LockStep, factors: Tensor | None) -> str:
+    """Say what micro-batches weigh in the gradients, or which parameters are off.
+
+    ``factors`` [k] are those of their right weights, None where these are no reason. ReplayError if the
+    gradients may be meant so.
     """
     counts = torch.tensor(step.counts, dtype=torch.float64)
     right = counts / counts.sum().clamp_min(1e-300)
     share = f"their share of the {plural(lockstep.counting.unit)}"
-    parts = torch.stack(samples, dim=1)
-    found = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
-    factors = torch.where(parts.any(dim=0), found, 1.0)
-    size = run.norm().clamp_min(1e-300)
-    left = (parts @ factors - run).norm() / size
-    direct = (parts.sum(dim=1) - run).norm() / size
-    largest = (factors - 1).abs().max()
-    if left < 0.05 and left < 0.3 * direct and largest > max(4 * left, 0 if step.is_wrong else 0.02):
-        step.is_wrong = True  # by a weight that rounding does not explain, in half precision
-        step.explanation = (
+    if factors is not None:
+        return (
             f"Micro-batches weigh {range_of(factors * right)} in the gradients, where {range_of(right)} is right,"
             f" {share}. AutomodelStrategy weighs them so; under it, look for a loss that the step divides or gathers."
         )
-    elif not step.is_wrong:
-        step.explanation = f"Micro-batches weigh {range_of(right)} in the gradients, {share}."
-    elif is_overridden("backward", lockstep.module):
+    if not step.is_wrong:
+        return f"Micro-batches weigh {range_of(right)} in the gradients, {share}."
+    if is_overridden("backward", lockstep.module):
         raise ReplayError(
             f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
         )
-    else:
-        named = [f"{name} ({percent(error)})" for name, error in step.parameters.items()]
-        step.explanation = f"Parameters that are off: {list_first(named, 4)}."
+    named = [f"{name} ({percent(error)})" for name, error in step.parameters.items()]
+    return f"Parameters that are off: {list_first(named, 4)}."
 
 
 # --- In words ----------------------------------------------------------------------------------------------------
