@@ -1,24 +1,30 @@
-"""What the second device does as an accelerator does. Each function runs on the ranks of a pool and raises if not."""
+"""What the second device does as an accelerator does, and its collectives as NCCL's.
+
+Each function runs on the ranks of a pool and raises if not.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 from lightning_automodel.gradients.rescale_clip import clip_gradients, gradient_factor, scale_gradients_
 from lightning_automodel.gradients.token_loss import TokenWeighting, sums_of
 from lightning_automodel.sharding.activation_checkpointing import offloaded_activations
 from tests.second_device import device
-from tests.second_device.kernels import recorded_kernels
 
 HERE = f"{device.TYPE}:0"
 NEIGHBOUR = f"{device.TYPE}:1"
+LATE_S = 0.4
 
 
 def _event() -> torch.Event:
@@ -94,7 +100,7 @@ def activations_leave_and_come_back() -> None:
     layers = [torch.nn.Linear(64, 64).to(HERE) for _ in range(8)]
     start = torch.randn(1024, 64, device=HERE)
 
-    def gradients(context: Callable[[], AbstractContextManager[Any]]) -> tuple[list[Tensor], int]:
+    def gradients(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> tuple[list[Tensor], int]:
         before = torch.accelerator.memory_allocated(0)
         hidden = start
         for layer in layers:
@@ -131,7 +137,7 @@ def kernels_do_not_grow_with_the_parameters() -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         factor = torch.tensor(0.5, dtype=torch.float64, device=HERE)
-        with device.recorded_waits() as waits, recorded_kernels() as found:
+        with device.recorded_waits() as waits, device.recorded_kernels() as found:
             scale_gradients_(parameters, factor)
             clip_gradients(parameters, 1.0)
         assert not waits
@@ -146,3 +152,64 @@ def kernels_do_not_grow_with_the_parameters() -> None:
         on_lists = {name: count for name, count in many.items() if name.startswith("_foreach_")}
         assert on_lists == {"_foreach_mul_": 2, "_foreach_norm": 1}
     assert launched(torch.bfloat16, 30) != launched(torch.bfloat16, 3)
+
+
+# --- Where collectives behave as NCCL's -------------------------------------------------------------------------------
+
+
+def _here() -> torch.device:
+    return torch.device(device.TYPE, dist.get_rank())
+
+
+def _ones(size: int = 4) -> Tensor:
+    return torch.ones(size, device=_here())
+
+
+@contextlib.contextmanager
+def _seconds() -> Iterator[Callable[[], float]]:
+    start = time.monotonic()
+    yield lambda: time.monotonic() - start
+
+
+def collectives_are_queued() -> None:
+    """The call returns, waiting for it makes the stream wait, and the host waits where it reads, or synchronizes."""
+    reads: list[Callable[[Tensor], Any]] = [
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: tensor.cpu(),
+        lambda tensor: torch.accelerator.synchronize(),
+        lambda tensor: torch.accelerator.current_stream().synchronize(),
+        lambda tensor: torch.get_device_module(_here()).empty_cache(),
+        lambda tensor: torch.zeros(4, pin_memory=True).copy_(tensor, non_blocking=True),
+    ]
+    dist.all_reduce(_ones())
+    for read in reads:
+        dist.barrier()
+        tensor = _ones()
+        if dist.get_rank() == 1:
+            time.sleep(LATE_S)
+        with _seconds() as passed:
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+            event = torch.accelerator.current_stream().record_event()
+            if dist.get_rank() == 0:
+                assert not work.is_completed()
+                assert not event.query()
+                assert not torch.accelerator.current_stream().query()
+            assert passed() < LATE_S / 2
+            read(tensor)
+            assert dist.get_rank() == 1 or passed() > LATE_S / 2
+        assert event.query()
+        assert tensor.tolist() == [2.0] * 4
+
+
+def reads_must_wait() -> None:
+    """A stream that has not waited for a collective cannot read its result, only view it."""
+    tensor = _ones()
+    work = dist.all_reduce(tensor, async_op=True)
+    halves = tensor.view(2, 2)
+    with pytest.raises(RuntimeError, match="without having waited for it"):
+        halves + 1
+    work.wait()
+    assert (halves + 1).sum().item() == 12.0
+    gathered = functional.all_gather_single(tensor, 0, dist.group.WORLD)
+    assert gathered.view(2, 4).sum().item() == 16.0

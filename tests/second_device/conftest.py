@@ -53,8 +53,8 @@ def _is_chosen(item: pytest.Item) -> bool:
     return "pool4" not in item.fixturenames
 
 
-def _pool(num_ranks: int) -> Iterator[RankPool]:
-    pool = RankPool(num_ranks, "second")
+def _pool(num_ranks: int, device: str = "second") -> Iterator[RankPool]:
+    pool = RankPool(num_ranks, device)
     yield pool
     pool.stop()
 
@@ -75,3 +75,9 @@ def pool2(extension: None) -> Iterator[RankPool]:
 def pool4(extension: None) -> Iterator[RankPool]:
     """Four ranks on the second device."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="module")
+def nccl_pool2(extension: None) -> Iterator[RankPool]:
+    """Two ranks on the second device, with collectives that behave as NCCL's."""
+    yield from _pool(2, "nccl")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests import devices
 from tests.second_device import build, nccl_like
@@ -129,67 +129,55 @@ def _cast(arguments: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda each: each.to(dtype) if _is_cast(each) else each, arguments)
 
 
-def _without_casts(op: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    ):
-        return op(*args, **kwargs)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _lower(op: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype(TYPE))
-        return _without_casts(op, args, kwargs)
-
-    return call
+def _to_lower(op: Any, args: Any, kwargs: Any) -> Arguments:
+    return _cast((args, kwargs), torch.get_autocast_dtype(TYPE))
 
 
-def _float32(op: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast((args, kwargs), torch.float32)
-        return _without_casts(op, args, kwargs)
-
-    return call
+def _to_float32(op: Any, args: Any, kwargs: Any) -> Arguments:
+    return _cast((args, kwargs), torch.float32)
 
 
-def _float32_result(op: Any) -> Callable[..., Any]:
+def _to_float32_result(op: Any, args: Any, kwargs: Any) -> Arguments:
     place = [argument.name for argument in op._schema.arguments].index("dtype")
+    given = args[place] if len(args) > place else kwargs.get("dtype")
+    if given is None and _is_cast(args[0]):
+        return args[:place], {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _to_widest(op: Any, args: Any, kwargs: Any) -> Arguments:
+    dtypes = [
+        each.dtype for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and _is_cast(each)
+    ]
+    return _cast((args, kwargs), functools.reduce(torch.promote_types, dtypes)) if dtypes else (args, kwargs)
+
+
+def _casting(op: Any, cast: Callable[[Any, Any, Any], Arguments]) -> Callable[..., Any]:
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[place] if len(args) > place else kwargs.get("dtype")
-        if given is None and _is_cast(args[0]):
-            args = args[:place]
-            kwargs = {**kwargs, "dtype": torch.float32}
-        return _without_casts(op, args, kwargs)
-
-    return call
-
-
-def _widest(op: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found: list[torch.dtype] = []
-        tree_map_only(
-            Tensor, lambda each: found.append(each.dtype) if _is_cast(each) else None, (args, kwargs)
-        )
-        if found:
-            args, kwargs = _cast((args, kwargs), functools.reduce(torch.promote_types, found))
-        return _without_casts(op, args, kwargs)
+        args, kwargs = cast(op, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return op(*args, **kwargs)
 
     return call
 
 
 def _register_autocast() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    for names, make in (
-        (_LOWER, _lower),
-        (_FLOAT32, _float32),
-        (_FLOAT32_RESULT, _float32_result),
-        (_WIDEST, _widest),
+    for names, cast in (
+        (_LOWER, _to_lower),
+        (_FLOAT32, _to_float32),
+        (_FLOAT32_RESULT, _to_float32_result),
+        (_WIDEST, _to_widest),
     ):
         for name in names.split():
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, make(op), "AutocastPrivateUse1")
+            library.impl(name, _casting(op, cast), "AutocastPrivateUse1")
     return library
 
 
@@ -272,6 +260,49 @@ def _caller() -> str:
             innermost = place if innermost == "a thread of torch's" else innermost
         frame = frame.f_back
     return innermost
+
+
+# --- Kernels in the steady state of a fit: on a GPU each costs the host some microseconds ----------------------------
+
+PACKAGE = "lightning_automodel"
+LAUNCHERS = {f"/{PACKAGE}/": PACKAGE, "/torch/distributed/fsdp/": "FSDP2", "/torch/optim/": "optimizer"}
+"""Who launches a kernel, by a part of the path of the innermost file that has such a part."""
+FORWARDS = ("sharding/shards.py", "sharding/parts.py", "sharding/whole_copies.py")
+"""They pass operators of others on."""
+
+Launched = tuple[str, str, str]  # launcher, line in the package (else ""), operator
+
+
+@contextlib.contextmanager
+def recorded_kernels() -> Iterator[Counter[Launched]]:
+    """Counts what operators launch on the second device in this block."""
+    found: Counter[Launched] = Counter()
+
+    def record(operator: str, number: int) -> None:
+        found[(*_launcher(), operator)] += number
+
+    extension.set_on_kernel(record)
+    try:
+        yield found
+    finally:
+        extension.set_on_kernel(None)
+
+
+def _launcher() -> tuple[str, str]:
+    frame = sys._getframe(1).f_back  # None in a thread of torch, which calls back itself
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(FORWARDS):
+            frame = frame.f_back
+            continue
+        for part, launcher in LAUNCHERS.items():
+            if part in path:
+                line = f"{'/'.join(Path(path).parts[-2:])}:{frame.f_lineno}"
+                return launcher, line if launcher == PACKAGE else ""
+        if "/torch/" not in path:
+            return "model", ""
+        frame = frame.f_back
+    return "model", ""
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""The second device computes what the CPU computes, and behaves as an accelerator does."""
+"""The second device computes what the CPU computes, and behaves as an accelerator does; its collectives as NCCL's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.rank_pool import RankPool
 
@@ -15,12 +16,13 @@ NAMES = [
     "negative_counts_do_not_get_lost",
     "kernels_do_not_grow_with_the_parameters",
 ]
+NCCL_NAMES = ["collectives_are_queued", "reads_must_wait"]
 
 
 def _call(name: str) -> None:
     from tests.second_device import behaviour  # registers the device, in a rank's process alone
 
-    torch.accelerator.set_device_index(0)
+    torch.accelerator.set_device_index(dist.get_rank() if name in NCCL_NAMES else 0)
     getattr(behaviour, name)()
 
 
@@ -29,3 +31,10 @@ def _call(name: str) -> None:
 def test_behaviour(pool2: RankPool, name: str) -> None:
     """Late copies, streams, waits told by their line, devices told apart, random numbers."""
     pool2.run(_call, name)
+
+
+@pytest.mark.sweep  # of the device itself; the faults of tests/failure hang on it by default
+@pytest.mark.parametrize("name", NCCL_NAMES)
+def test_collectives(nccl_pool2: RankPool, name: str) -> None:
+    """Queued work, blocked reads, order of streams, connecting, abort and shutdown."""
+    nccl_pool2.run(_call, name, timeout_s=30)

@@ -14,11 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from lightning_automodel import AutomodelStrategy
+from tests.checkpoint.checkpoints import Saves, fit
 from tests.checkpoint.test_saving import (
     test_failure_in_the_background,
     test_training_goes_on_while_a_checkpoint_is_written,
@@ -38,6 +42,7 @@ from tests.gradients.test_own_backward import test_a_backward_that_edits_gradien
 from tests.markdown import merged_table, write_section
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
+from tests.trainer.exactness import full_weights
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_fits
@@ -137,3 +142,59 @@ def test_states_of_an_earlier_fit_follow_their_parameters(
     """Offloaded shards stay on the host, and counters of steps where an optimizer has made them."""
     expected = {(place, "step", "cpu")} | {(place, key, place) for key in ("exp_avg", "exp_avg_sq")}
     assert pool2.run(_places_of_states, options) == [expected] * 2
+
+
+def _written(path: str, in_background: bool) -> tuple[int, bool, str, bool]:
+    """Device and stream that are current while it is written, and the backend of the group that objects go through.
+
+    And whether all that is written lies in pinned memory.
+    """
+    import tests.second_device.device
+
+    found: list[tuple[int, bool, str, bool]] = []
+    save = dcp.save
+
+    def noted(state: Any, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
+        index = torch.accelerator.current_device_index()
+        is_default = torch.accelerator.current_stream().stream_id == 0
+        of_model = [each for key, each in state.items() if key.startswith("state_dict.")]
+        is_pinned = bool(of_model) and all(each.to_local().is_pinned() for each in of_model)
+        found.append((index, is_default, dist.get_backend(process_group), is_pinned))
+        return save(state, *args, process_group=process_group, **kwargs)
+
+    with mock.patch.object(dcp, "save", noted):
+        fit({"async_checkpoint": in_background}, callbacks=[Saves("on_train_batch_end", 2, path)])
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.every_case
+def test_where_it_is_written(pool2: RankPool, tmp_path: Path, in_background: bool) -> None:
+    """Torch would synchronise the stream of training, and make a context on the first device for each rank."""
+    found = pool2.run(_written, str(tmp_path / "checkpoint"), in_background)
+    assert found == [(rank, not in_background, "gloo", in_background) for rank in range(2)]
+
+
+def _trained(**options: Any) -> dict[str, torch.Tensor]:
+    """Full weights after a fit with accumulation, clipping and validation."""
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        limit_val_batches=2,
+    )
+    module = LabelledModule()
+    trainer.fit(module, loader(), loader())
+    return full_weights(module)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
+def test_fits_are_those_of_the_plain_device(
+    pool2: RankPool, nccl_pool2: RankPool, options: dict[str, Any]
+) -> None:
+    """To the bit."""
+    expected, found = (pool.run(_trained, **options)[0] for pool in (pool2, nccl_pool2))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -122,7 +122,7 @@ STEADY_LAYOUTS = {
 class Waits:
     """Of one rank, in the measured micro-batches: how often, by what it was and the line that asked for it.
 
-    `launched` has kernels by launcher, line and operator, see `kernels.py`.
+    `launched` has kernels by launcher, line and operator, see `device.py`.
     """
 
     waits: dict[tuple[str, str], int]
@@ -139,11 +139,11 @@ class Recorder(Callback):
         self._recording = ExitStack()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        from tests.second_device import device, kernels
+        from tests.second_device import device
 
         if batch_idx == FIRST:
             self.found = self._recording.enter_context(device.recorded_waits())
-            self.launched = self._recording.enter_context(kernels.recorded_kernels())
+            self.launched = self._recording.enter_context(device.recorded_kernels())
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
