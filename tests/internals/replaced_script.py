@@ -12,13 +12,16 @@ import os
 import socket
 import sys
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-import lightning.pytorch  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.checkpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
+from torch import nn
 
 NUM_RANKS = 2
 LIBRARIES = ("torch", "lightning", "transformers")
@@ -68,15 +71,87 @@ def differing(before: Snapshot) -> list[str]:
     return sorted(names)
 
 
-def _looks_while_fitting(before: Snapshot, folder: str, is_automatic: bool) -> dict[str, list[str]]:
-    """What differs at each moment of a sharded fit of this rank, and after it."""
-    from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
+class Finetuning(BaseFinetuning):
+    """Unfreezes nothing."""
 
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, *args: Any) -> None:
+        pass
+
+
+def _functions(target: Any) -> dict[str, Any]:
+    """What an object itself has of functions; `differing` looks at classes and modules."""
+    own = vars(target).items()
+    return {
+        name: value for name, value in own if callable(value) and not isinstance(value, nn.Module | type)
+    }
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", type(target).__name__).removeprefix("FSDP")
+
+
+class Patches:
+    """What was patched on objects, and which functions objects had before."""
+
+    def __init__(self, targets: list[Any]) -> None:
+        self._before = [(target, _functions(target)) for target in targets]
+        self._filters = list(warnings.filters)
+        self._first: dict[tuple[int, str], tuple[Any, Any]] = {}  # what was there, by object and name
+
+    def noted(self, set_: Callable[..., None]) -> Callable[..., None]:
+        """`PatchStack.set`, which tells."""
+
+        def noting(stack: Any, target: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            self._first.setdefault((id(target), name), (target, vars(target).get(name, ABSENT)))
+            set_(stack, target, name, *args, **kwargs)
+
+        return noting
+
+    def left(self) -> dict[str, Any]:
+        """What differs now: names by class, of what was patched and of all functions, and filters of warnings."""
+        # Lightning gives callbacks the module's `log` in each run: another method object.
+        patched = [
+            (_name(target), name)
+            for (_, name), (target, was) in self._first.items()
+            if vars(target).get(name, ABSENT) != was
+        ]
+        others = set()
+        for target, before in self._before:
+            now = _functions(target)
+            differs = {
+                name for name in {*before, *now} if before.get(name, ABSENT) is not now.get(name, ABSENT)
+            }
+            others |= {(_name(target), name) for name in differs}
+        filters = [str(entry) for entry in warnings.filters if entry not in self._filters]
+        return {
+            "num_patched": len(self._first),
+            "patched": patched,
+            "others": sorted(others),
+            "filters": filters,
+        }
+
+
+ACCUMULATES = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "limit_train_batches": 2}
+FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "automatic": ({}, ACCUMULATES),
+    "manual": ({}, {"limit_train_batches": 1}),
+    "ddp": ({"data_parallel": "ddp", "uneven_inputs": "pad"}, ACCUMULATES),
+}
+"""Options of the strategy and the Trainer's settings."""
+
+
+def _looks_while_fitting(before: Snapshot, folder: str, kind: str) -> dict[str, Any]:
+    """What differs at each moment of a fit of this rank, and after it and a validation."""
     from lightning_automodel import AutomodelStrategy, ExactnessCheck
+    from lightning_automodel.internals.patching import PatchStack
     from tests.trainer.exactness import Block
     from tests.trainer.runs import LabelledModule, loader, make_trainer
 
     seen: dict[str, set[str]] = {}
+    is_automatic = kind != "manual"
 
     def look(moment: str) -> None:
         seen.setdefault(moment, set()).update(differing(before))
@@ -108,31 +183,33 @@ def _looks_while_fitting(before: Snapshot, folder: str, is_automatic: bool) -> d
             super().validation_step(batch, batch_idx)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters())
-            optimizer.register_step_post_hook(lambda *_: look("optimizer_step"))
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+            self.made = torch.optim.AdamW(self.parameters())
+            self.made.register_step_post_hook(lambda *_: look("optimizer_step"))
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.made)
+            return {"optimizer": self.made, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
-    class Finetuning(BaseFinetuning):
-        def freeze_before_training(self, pl_module: Any) -> None:
-            pass
-
-        def finetune_function(self, *args: Any) -> None:
-            pass
-
+    options, settings = FITS[kind]
     check = ExactnessCheck(steps=1)  # replays the steps that look
     trainer = make_trainer(
-        AutomodelStrategy(activation_checkpointing={Block}),
-        accumulate_grad_batches=2 if is_automatic else 1,
-        callbacks=[Finetuning(), WeightAveraging(), ModelCheckpoint(folder), check],
+        AutomodelStrategy(activation_checkpointing={Block}, **options),
+        callbacks=[Finetuning(), WeightAveraging(), ModelCheckpoint(folder, save_last=True), check],
         enable_checkpointing=True,
-        limit_train_batches=2 if is_automatic else 1,
         limit_val_batches=1,
+        **settings,
     )
-    trainer.fit(Watched(), loader(), loader())
+    module = Watched()
+    epoch_loop = trainer.fit_loop.epoch_loop
+    targets = [*module.modules(), *trainer.callbacks, trainer, trainer.profiler, trainer.strategy]
+    targets += [trainer.fit_loop, epoch_loop, epoch_loop.val_loop, trainer.validate_loop]
+    patches = Patches([*targets, trainer.precision_plugin, trainer._signal_connector])
+    with mock.patch.object(PatchStack, "set", patches.noted(PatchStack.set)):
+        trainer.fit(module, loader(), loader())
+        trainer.validate(module, loader(), verbose=False)
     look("after the fit")
     assert check.verdict == "exact", check.verdict
-    return {moment: sorted(names) for moment, names in seen.items()}
+    hooks = [len(module.made._optimizer_step_pre_hooks), len(module.made._optimizer_step_post_hooks)]
+    looks = {moment: sorted(names) for moment, names in seen.items()}
+    return {"looks": looks, "hooks": hooks, **patches.left()}
 
 
 def _rank(rank: int, port: int, before: Snapshot, folder: str, queue: Any) -> None:
@@ -143,8 +220,8 @@ def _rank(rank: int, port: int, before: Snapshot, folder: str, queue: Any) -> No
     torch.distributed.init_process_group("gloo")
     looks: dict[str, Any] = {}
     try:
-        looks["automatic"] = _looks_while_fitting(before, folder, is_automatic=True)
-        looks["manual"] = _looks_while_fitting(before, folder, is_automatic=False)
+        for kind in FITS:
+            looks[kind] = _looks_while_fitting(before, f"{folder}/{kind}", kind)
     finally:
         queue.put(looks)
     torch.distributed.destroy_process_group()

@@ -1,10 +1,24 @@
-"""The undo stack for what is replaced on foreign objects."""
+"""The undo stack for what is replaced on objects of others, and docs, which list all of it."""
 
+import ast
+import re
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
+from tests.processes import ROOT
+
+NO_INSTANCES = {
+    # In the process of `python -m lightning_automodel.plan`.
+    "nn.functional",
+    "attention",
+    "masking_utils",
+    # Of this package.
+    "self.run.windows",
+}
+"""Not patched instances of others: modules (`test_nothing_replaced.py` looks at those of a fit), and our own."""
 
 
 class Target:
@@ -57,3 +71,31 @@ def test_what_nobody_would_call_or_read_is_refused() -> None:
     patches.restore()
     overwrite(target, "step", 1)
     assert vars(target) == {"step": 1}
+
+
+def _called(function: str) -> Iterator[tuple[str, str]]:
+    """What the package passes to functions of this name: the object, as it is written there, and a constant name."""
+    for path in sorted((ROOT / "lightning_automodel").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_called = isinstance(node, ast.Call) and re.search(rf"\b{function}$", ast.unparse(node.func))
+            if is_called and len(node.args) > 2 and isinstance(node.args[1], ast.Constant):
+                yield ast.unparse(node.args[0]), str(node.args[1].value)
+
+
+def test_docs_list_what_is_set_for_good() -> None:
+    """Private values of Lightning and torch, by name."""
+    page = (ROOT / "docs/adopting.md").read_text()
+    names = {name for _, name in _called("overwrite")}
+    assert len(names) > 5
+    assert {name for name in names if not re.search(rf"`(?:[\w.]+\.)?{name}`", page)} == set()
+
+
+def test_docs_list_what_is_patched() -> None:
+    """At most 15 kinds, in one table."""
+    table = (ROOT / "docs/adopting.md").read_text().partition("| object | attributes |")[2]
+    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    assert len(rows) <= 15
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+    patched = {name for target, name in _called("set") if target not in NO_INSTANCES}
+    assert len(patched) > 30
+    assert patched - listed == set()
