@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils import (
     clip_grad_norm_,
     clip_grad_value_,
-    get_total_norm,
     parameters_to_vector,
     vector_to_parameters,
 )
@@ -77,56 +76,27 @@ READS: dict[str, Snippet] = {
     # Numbers.
     "norm": lambda net: net.weight.grad.norm(),
     "norm as a number": lambda net: float(net.weight.norm()),
-    "largest of a short layer": lambda net: net.short.grad.abs().max(),
     "where a short layer is largest": lambda net: (net.short.argmax(), net.short.max(dim=0).values),
     "norms of columns": lambda net: net.weight.norm(dim=0).sum(),
-    "functional norm": lambda net: torch.norm(net.weight.grad, p=1, dim=0),
-    "vector norm": lambda net: torch.linalg.vector_norm(net.weight.grad, 1),
-    "singular values": lambda net: torch.linalg.svdvals(net.weight),
-    "sum of columns": lambda net: net.conv.sum(0),
-    "deviation": lambda net: (net.weight.std(), net.weight.var(dim=0), torch.var_mean(net.weight.grad)),
     "NaN": lambda net: _with_nan(net.weight.grad).isnan().sum(),
     "finite": lambda net: all(torch.isfinite(p.grad).all() for p in net.parameters),
-    "quantile": lambda net: torch.quantile(net.weight.grad.abs(), 0.9),
-    "kth value": lambda net: net.weight.flatten().kthvalue(3),
-    "all": lambda net: ((net.weight.abs() < 5).all(), (net.weight > 0).all(dim=1)),
     "counts": lambda net: ((net.weight > 0).sum(), net.weight.count_nonzero(), (net.weight > 0).nonzero()),
-    "softmax": lambda net: (
-        net.weight.softmax(0),
-        torch.log_softmax(net.weight, dim=1),
-        net.bias.softmax(0),
-    ),
     "half precision": lambda net: net.weight.bfloat16().float().norm(),
-    "complex": lambda net: (
-        torch.fft.fft(net.weight, dim=0).abs(),
-        torch.complex(net.weight, net.other).abs(),
-    ),
-    "compared with a number": lambda net: bool(net.weight.grad.norm() > 1e-3),
     "compared by Python": lambda net: max(p.grad.norm() for p in net.parameters),
-    "sum by Python": lambda net: sum(p.square().sum() for p in net.parameters),
     # Several tensors.
     "product of matrices": lambda net: net.weight @ net.other.T,
     "product with a plain matrix": lambda net: (
         ramp(net.weight) @ net.other.T,
         net.weight.T.mm(ramp(net.other)),
     ),
-    "linear layer": lambda net: F.linear(ramp(net.weight), net.other, net.weight[:, 0]),
     "equal": lambda net: (torch.equal(net.weight, net.weight.clone()), torch.equal(net.weight, net.other)),
-    "close": lambda net: (
-        torch.allclose(net.weight, net.weight + 1e-12),
-        torch.allclose(net.weight, ramp(net.weight)),
-    ),
-    "stacked": lambda net: torch.stack([net.weight.grad, net.other.grad]).mean(0),
     "concatenated": lambda net: torch.cat([p.grad.flatten() for p in net.parameters]).norm(),
-    "norms of a list": lambda net: torch._foreach_norm([p.grad for p in net.parameters]),
     "sums of powers": lambda net: torch._foreach_powsum([p.grad for p in net.parameters], 2),
     "cast like a shard": lambda net: (
         torch.ones(len(net.weight[0])).type_as(net.weight).sum(),
         torch.ones(1, 1).to(net.weight).sum(),
         net.weight.to(net.bias.float()).sum(),
     ),
-    "total norm": lambda net: get_total_norm([p.grad for p in net.parameters]),
-    "as a vector": lambda net: parameters_to_vector(net.module.parameters()).norm(),
     "chosen": lambda net: torch.where(net.weight > 0, net.weight, ramp(net.weight)).sum(),
     "broadcast": lambda net: (net.weight * ramp(net.weight[0]) - ramp(net.weight[:, :1])).sum(1),
     "outer product": lambda net: (torch.outer(net.weight[0], net.bias), net.weight * net.bias),
@@ -134,18 +104,12 @@ READS: dict[str, Snippet] = {
     "rows": lambda net: net.weight.grad[rows(net.weight)],
     "a row and an element": lambda net: (net.weight[4], net.weight[4, 1].item(), net.weight[-1][0]),
     "masked": lambda net: net.weight[net.weight > 0],
-    "selected": lambda net: (
-        net.weight.index_select(0, rows(net.weight)),
-        net.weight.take(rows(net.weight)),
-    ),
     "iterated": lambda net: [row.sum() for row in net.weight],
     "reshaped": lambda net: (net.weight.view(-1)[7], net.conv.reshape(2, -1).sum(1), net.weight.t()[0]),
-    "contains": lambda net: (0.5 in torch.ones_like(net.weight), 1 in torch.ones_like(net.bias)),
     "list": lambda net: (net.weight.tolist(), net.bias.grad.tolist()),
     "number": lambda net: (net.bias.item(), float(net.bias.grad), bool(net.bias > 0)),
     "array": lambda net: (net.weight.detach().cpu().numpy(), net.weight.grad.numpy(), net.bias.data.numpy()),
     "array by numpy": lambda net: np.linalg.norm(np.asarray(net.weight.detach().cpu())),
-    "tensor of numbers": lambda net: torch.tensor([p.grad.norm() for p in net.parameters]),
     "text": lambda net: f"{net.weight.grad.norm():.6f} {net.bias.item():.6f}",
     "printed": lambda net: all(
         len(text) > 0 for text in (repr(net.weight), str(net.weight.grad), f"{net.bias}")
@@ -161,7 +125,6 @@ READS: dict[str, Snippet] = {
             net.weight.element_size(),
         ),
     ),
-    "keys": lambda net: {p: i for i, p in enumerate(net.parameters)}[net.weight] in range(100),
     "members": lambda net: (net.weight in set(net.parameters), any(p is net.weight for p in net.parameters)),
     "state dict": lambda net: sorted(
         (name, value.double().abs().sum().item()) for name, value in net.module.state_dict().items()
@@ -171,8 +134,6 @@ READS: dict[str, Snippet] = {
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
-    "binary cross entropy": lambda p, anchor: F.binary_cross_entropy(p.sigmoid(), anchor.sigmoid()),
-    "norms of columns": lambda p, anchor: (p - anchor).norm(dim=0).sum(),
     "squares": lambda p, anchor: (p - anchor).square().sum(),
     "orthogonality": lambda p, anchor: (p.T @ p - torch.eye(p.shape[1], dtype=p.dtype)).square().sum(),
     "rows": lambda p, anchor: (p[rows(p)] - anchor[rows(p)]).square().sum() + p[2:].abs().mean(),
@@ -192,10 +153,8 @@ def _penalise(loss: Callable[[Tensor, Tensor], Tensor]) -> Snippet:
 INITIALISERS: dict[str, Snippet] = {
     "orthogonal": lambda net: nn.init.orthogonal_(net.weight),
     "constant": lambda net: nn.init.constant_(tensor=net.weight, val=0.3),
-    "kaiming": lambda net: nn.init.kaiming_uniform_(net.weight, a=math.sqrt(5)),
     "zeros": lambda net: (nn.init.zeros_(net.bias), nn.init.ones_(net.short)),
     "normal": lambda net: (nn.init.normal_(net.weight, std=0.1), nn.init.normal_(net.short)),
-    "uniform": lambda net: nn.init.uniform_(net.weight.grad, -0.01, 0.01),
 }
 
 
@@ -210,7 +169,6 @@ def _seeded(snippet: Snippet) -> Snippet:
 
 CLIPS: dict[str, Snippet] = {
     "norm": lambda net: clip_grad_norm_(net.module.parameters(), 0.1),
-    "norm of one": lambda net: clip_grad_norm_(net.weight, 0.01),
     "norm without foreach": lambda net: clip_grad_norm_(net.parameters, 0.1, norm_type=1, foreach=False),
     "value": lambda net: clip_grad_value_(net.module.parameters(), 0.005),
 }
@@ -221,24 +179,14 @@ WRITES: dict[str, Snippet] = {
     **{f"initialised {name}": _seeded(snippet) for name, snippet in INITIALISERS.items()},
     **{f"clipped by {name}": clip for name, clip in CLIPS.items()},
     "rows zeroed": lambda net: net.weight.grad.__setitem__(rows(net.weight), 0),
-    "element set": lambda net: net.weight.grad.__setitem__((4, 1), 0.5),
-    "rows masked": lambda net: net.weight.grad.__setitem__(even_rows(net.weight), 0),
     "elements masked": lambda net: net.weight.grad.__setitem__(net.weight.grad > 0, 0),
     "slice by method": lambda net: net.weight.grad[2:4].mul_(0.5),
-    "slice of a slice": lambda net: net.weight.grad[1:][2:].zero_(),
-    "column": lambda net: net.weight.grad[:, 1].zero_(),
-    "chunk": lambda net: net.weight.grad.chunk(2)[1].zero_(),
-    "unbind": lambda net: net.weight.grad.unbind()[2].zero_(),
     "view": lambda net: net.weight.grad.view(-1)[::3].zero_(),
     "whole view": lambda net: net.weight.data.view(-1).mul_(0.5),
-    "reshape": lambda net: net.weight.grad.reshape(-1)[3:].mul_(2),
     "transposed wholly": lambda net: net.weight.grad.T.mul_(2),
     "kernel": lambda net: net.conv.grad[:, 0, 1].zero_(),
     "short row": lambda net: net.short.grad[0, 1:].mul_(3),
-    "short element": lambda net: net.bias.grad[0].fill_(0.25),
     "mask filled": lambda net: net.weight.grad.masked_fill_(even_rows(net.weight)[:, None], 0),
-    "index added": lambda net: net.weight.grad.index_add_(0, rows(net.weight), ramp(net.weight[:2])),
-    "multiplied by a mask": lambda net: net.weight.grad.mul_(checkered(net.weight)),
     "multiplied by a number that was read": lambda net: net.weight.grad.mul_(
         min(1.0, 0.1 / float(net.weight.grad.norm()))
     ),
@@ -342,9 +290,6 @@ class Writes(Trained):
     def slice_in_place(self) -> None:
         self.weight.grad[2:4] *= 0.5
 
-    def rows_in_place(self) -> None:
-        self.weight.grad[rows(self.weight)] *= 0.5
-
     def row_copied(self) -> None:
         self.weight.grad[0] = self.weight.grad[4]
 
@@ -392,27 +337,11 @@ class Writes(Trained):
             p.data = ramp(p)
         self.other.data.copy_(ramp(self.other))
 
-    def data_swapped(self) -> None:
-        kept = self.weight.data
-        self.weight.data = self.other.data
-        self.other.data = kept
-        self.weight.data[1:].mul_(2)
-
     @torch.no_grad()
     def normalised(self) -> None:
         self.weight.div_(self.weight.norm(dim=1, keepdim=True))
         self.other.copy_(F.normalize(self.other, dim=0))
         self.short.renorm_(2, 0, 0.5)
-
-    @torch.no_grad()
-    def spectrally_normalised(self) -> Any:
-        vector = F.normalize(ramp(self.weight[0]), dim=0)
-        for _ in range(3):
-            left = F.normalize(self.weight @ vector, dim=0)
-            vector = F.normalize(self.weight.T @ left, dim=0)
-        sigma = torch.dot(left, self.weight @ vector)
-        self.weight.div_(sigma)
-        return sigma
 
     @torch.no_grad()
     def pruned(self) -> None:
@@ -424,19 +353,6 @@ class Writes(Trained):
     def vectors(self) -> None:
         vector = parameters_to_vector(self.module.parameters())
         vector_to_parameters(0.9 * vector + 0.01 * ramp(vector), self.module.parameters())
-
-    @torch.no_grad()
-    def averaged(self) -> None:
-        """Averages in shards and in plain tensors, which come back into the weights."""
-        shards = [p.detach().clone().mul_(0.5) for p in self.parameters]
-        torch._foreach_lerp_(shards, [p.detach() for p in self.parameters], 0.25)
-        shards[0].lerp_(self.parameters[0], 0.1)
-        plain = torch.zeros(self.weight.shape, dtype=torch.float64)
-        plain.lerp_(self.weight, 0.5)
-        for p, average in zip(self.parameters, shards, strict=True):
-            p.copy_(average)
-        self.weight.lerp_(plain, 0.5)
-        self.other.data.mul_(0.9).add_(plain, alpha=0.1)
 
     @torch.no_grad()
     def fused(self) -> None:
@@ -457,11 +373,6 @@ class Writes(Trained):
         torch._foreach_div_(gradients, torch.tensor(3.0, dtype=torch.float64))
         torch._foreach_clamp_max_(gradients, 0.1)
 
-    @torch.no_grad()
-    def results_given(self) -> None:
-        torch.mul(self.weight.grad, 2, out=self.weight.grad)
-        torch.cumsum(self.other.grad, 0, out=self.other.grad)
-
     @_seeded
     def layers_reset(self) -> None:
         for layer in self.module.modules():
@@ -481,17 +392,6 @@ class Writes(Trained):
         self.other.grad.copy_(F.dropout(self.other.grad, 0.5))
         self.bias.grad.add_(torch.empty_like(self.bias).exponential_())
 
-    @torch.no_grad()
-    def clipped_adaptively(self) -> None:
-        """As timm.utils.agc.adaptive_clip_grad."""
-        for p in self.parameters:
-            over = tuple(range(1, p.ndim)) if p.ndim > 1 else None
-            norm = p.norm(dim=over, keepdim=True) if over else p.norm()
-            grad_norm = p.grad.norm(dim=over, keepdim=True) if over else p.grad.norm()
-            largest = norm.clamp_(min=1e-3).mul_(0.01)
-            clipped = p.grad * (largest / grad_norm.clamp(min=1e-6))
-            p.grad.detach().copy_(torch.where(grad_norm < largest, p.grad, clipped))
-
     def gradient_replaced(self) -> None:
         self.weight.grad = ramp(self.weight)
         self.other.grad = self.other.grad * 2
@@ -503,10 +403,6 @@ class Writes(Trained):
         seen = sum(p.grad.abs().sum() for p in self.parameters)
         self.module.zero_grad()
         return seen, [p.grad is None for p in self.module.parameters()]
-
-    def zeroed_by_the_optimizer(self) -> None:
-        self.optimizer.zero_grad()
-        self.weight.grad = 0.1 * self.weight.detach()
 
     def frozen_for_a_while(self) -> Any:
         self.weight.requires_grad_(False)
@@ -594,6 +490,7 @@ class Writes(Trained):
         F.threshold_(self.other.grad, 0.0, 0.1)
         torch.clamp_(input=self.short.grad, min=-0.01, max=0.01)
         F.normalize(self.other.data, dim=1, out=self.other.data)
+        torch.mul(self.weight.grad, 2, out=self.weight.grad)
         self.bias.grad.data.fill_(self.bias.grad.norm())
         self.other.copy_(self.other.flip(0))
         torch._foreach_mul_([self.weight.grad, self.other.grad], self.bias[0])

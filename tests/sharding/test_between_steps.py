@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.sharding.test_user_code import whole
-from tests.sharding.writers import NUM_BATCHES, Writer, fit, fit_or_refusal, fit_plainly, rows
-from tests.trainer.exactness import Outcome, assert_exact, weight_error
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
+from tests.sharding.writers import Writer, fit, fit_or_refusal, fit_plainly, train
+from tests.trainer.exactness import Outcome, assert_exact, full_weights, weight_error
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default
 
 
 def right_everywhere(
@@ -209,17 +205,11 @@ class Merges(Writer):
         self.reach("fit_end")
 
 
-def _fit_here(module: Writer) -> None:
-    batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
-    trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=2)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-
-
 def _merge(place: str) -> dict[str, Tensor]:
     module = Merges(place)
-    _fit_here(module)
+    train(module, {})
     module.reach("after the fit")
-    return {name: whole(p) for name, p in module.named_parameters()}
+    return full_weights(module)
 
 
 @pytest.mark.parametrize("place", ["fit_end", "after the fit"])
@@ -274,7 +264,7 @@ class Saves(Writer):
 
 def _save() -> dict[str, str]:
     module = Saves()
-    _fit_here(module)
+    train(module, {})
     module.save("after the fit")
     state = {name: value.full_tensor() for name, value in module.state_dict().items()}
     torch.save(state, io.BytesIO())

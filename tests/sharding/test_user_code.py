@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import collectives
 from tests.rank_pool import RankPool
+from tests.sharding import writers
 from tests.sharding.snippets import READS, WRITES, Snippet, Trained, ramp
-from tests.trainer.runs import STRATEGIES, TOLERANCE, first_by_default, make_trainer
+from tests.sharding.writers import WIDTH, train, train_plainly
+from tests.trainer.exactness import relative_error
+from tests.trainer.plain import fill
+from tests.trainer.runs import STRATEGIES, TOLERANCE, first_by_default
 
-WIDTH = 5  # odd, so that shards are uneven
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "hsdp": {"data_parallel_replicate_size": 2},
@@ -59,7 +59,6 @@ PLANTED: dict[str, Snippet] = {"read planted": _of_this_rank, "write planted": _
 FACTS: dict[str, Snippet] = {
     "made alike": READS["made alike"],
     "what it is": READS["what it is"],
-    "keys": READS["keys"],
     "members": READS["members"],
     "printed": READS["printed"],
     "names of weights": lambda net: list(net.module.state_dict()),
@@ -74,37 +73,29 @@ FACTS: dict[str, Snippet] = {
 }
 """No collectives, so that one rank may do these alone."""
 WITHOUT_GRADIENTS = (
-    *("norm as a number", "norms of columns", "where a short layer is largest", "singular values"),
-    *("kth value", "all", "product of matrices", "equal", "masked", "reshaped", "softmax", "state dict"),
-    *("rows of weights", "normalised", "spectrally normalised", "pruned", "whole view", "states"),
-    *("initialised orthogonal", "initialised constant"),
+    *("norm as a number", "norms of columns", "where a short layer is largest", "counts", "outer product"),
+    *("product of matrices", "equal", "masked", "reshaped", "state dict", "rows of weights", "normalised"),
+    *("pruned", "whole view", "states", "initialised orthogonal", "initialised constant"),
 )
 SNIPPETS = {**PLANTED, **READS, **WRITES}  # what is planted is not left in the weights
 
 
-class Net(nn.Module):
+class Net(writers.Net):
     """Layers with 5, 3 and 1 rows, a bias of one element, a kernel of three dimensions and a scalar."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        super().__init__(1)
         self.conv = nn.Conv1d(1, 3, 2)
         self.gate = nn.Linear(WIDTH, 1)
         self.head = nn.Linear(3, 3)
         self.scale = nn.Parameter(torch.ones(()))
-        generator = torch.Generator().manual_seed(1)
-        self.double()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(0.5 * drawn)
+        fill(self)
 
     def forward(self, features: Tensor) -> Tensor:
-        hidden = features
         for block in self.blocks:
-            hidden = hidden + block(hidden)  # [n, d]
-        channels = self.conv(hidden.unsqueeze(1)).mean(dim=2)  # [n, 3]
-        return self.scale * self.head(torch.sigmoid(self.gate(hidden)) * channels)
+            features = block(features)  # [n, d]
+        channels = self.conv(features.unsqueeze(1)).mean(dim=2)  # [n, 3]
+        return self.scale * self.head(torch.sigmoid(self.gate(features)) * channels)
 
 
 @dataclass
@@ -132,7 +123,7 @@ class Told(LightningModule):
 
     def configure_model(self) -> None:
         if dist.is_initialized() and self.device_mesh["tensor_parallel"].size() > 1:
-            plan = {"blocks.*.0": ColwiseParallel(output_layouts=Replicate())}
+            plan = {"blocks.*.linear": ColwiseParallel(output_layouts=Replicate())}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -160,6 +151,10 @@ class Told(LightningModule):
         optimizer = self.optimizers()
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self._tell("on_train_batch_end", self.optimizer)
+        if "validation" in self.hook and not dist.is_initialized():
+            self.zero_grad()  # as Lightning, which validates in inference mode
+            with torch.inference_mode():
+                self.on_validation_epoch_end()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.net(batch)
@@ -187,7 +182,7 @@ class Told(LightningModule):
 
     def _trained(self, optimizer: Any) -> Trained:
         net = self.net
-        first, second = (block[0].weight for block in net.blocks)
+        first, second = (block.linear.weight for block in net.blocks)
         return Trained(first, second, net.gate.weight, net.gate.bias, net.conv.weight, net, optimizer)
 
     def _begin_alike(self, optimizer: Any) -> None:
@@ -262,43 +257,11 @@ def in_numbers(value: Any) -> Any:
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
 
 
-def features(rank: int, step: int) -> Tensor:
-    """[n, d] rows of a rank; n differs."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(1 + (rank + 2 * step) % 4, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def tell(names: list[str], hook: str, options: dict[str, Any]) -> dict[str, Story]:
     """Runs on every rank: what came of each snippet."""
     module = Told(names, hook)
-    rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
-    batches = [features(rank, step) for step in range(len(names) + 2)]
     validates = {"val_check_interval": 1, "limit_val_batches": 1} if "validation" in hook else {}
-    trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", **validates)
-    loader = DataLoader(batches, batch_size=None)
-    trainer.fit(module, loader, loader if validates else None)
-    return module.stories
-
-
-def tell_plainly(names: list[str], hook: str, num_ranks: int) -> dict[str, Story]:
-    """The same in one process."""
-    module = Told(names, hook)
-    optimizer = module.configure_optimizers()
-    module.__dict__["optimizers"] = lambda: optimizer
-    for step in range(len(names) + 2):
-        batch = torch.cat([features(rank, step) for rank in range(num_ranks)])
-        module.on_train_batch_start(batch, step)
-        loss = module.training_step(batch, step)["loss"]
-        module.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
-        loss.backward()
-        module.on_before_optimizer_step(optimizer)
-        optimizer.step()
-        module.on_train_batch_end(SimpleNamespace(), batch, step)
-        if "validation" in hook:
-            module.zero_grad()  # as Lightning, which validates in inference mode
-            with torch.inference_mode():
-                module.on_validation_epoch_end()
+    train(module, options, len(names) + 2, accumulate=1, **validates)
     return module.stories
 
 
@@ -310,15 +273,11 @@ def difference(actual: Any, expected: Any) -> str | None:
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         same = type(actual) is type(expected) and actual == expected
         return None if same else f"{actual} instead of {expected}"
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return f"{actual.dtype} {list(actual.shape)} instead of {expected.dtype} {list(expected.shape)}"
-    if not torch.equal(actual.isnan(), expected.isnan()):
-        return f"NaN in {int(actual.isnan().sum())} elements instead of {int(expected.isnan().sum())}"
-    right = expected.double().nan_to_num()
-    deviation = (actual.double().nan_to_num() - right).abs()
-    if not right.numel() or deviation.max() <= TOLERANCE * right.abs().max():
-        return None
-    return f"{float(deviation.max() / right.abs().max()):.1e} off"
+    is_alike = actual.shape == expected.shape and actual.dtype == expected.dtype
+    if not is_alike or not torch.equal(actual.isnan(), expected.isnan()):
+        return f"{actual} instead of {expected}"
+    error = relative_error(actual.nan_to_num(), expected.nan_to_num()) if expected.numel() else 0.0
+    return None if error <= TOLERANCE else f"{error:.1e} off"
 
 
 def wrong_in(story: Story, expected: Story) -> str | None:
@@ -338,9 +297,10 @@ def wrong_in(story: Story, expected: Story) -> str | None:
 @functools.cache
 def expected_stories(names: tuple[str, ...], hook: str, num_ranks: int) -> dict[str, Story]:
     """Of one process, where nothing raises."""
-    stories = tell_plainly(list(names), hook, num_ranks)
-    assert {name: story.error for name, story in stories.items() if story.error is not None} == {}
-    return stories
+    module = Told(list(names), hook)
+    train_plainly(module, num_ranks, len(names) + 2, accumulate=1)
+    assert {name: story.error for name, story in module.stories.items() if story.error is not None} == {}
+    return module.stories
 
 
 def wrong_snippets(pool: RankPool, names: list[str], hook: str, options: dict[str, Any]) -> dict[str, str]:
@@ -358,11 +318,6 @@ def wrong_snippets(pool: RankPool, names: list[str], hook: str, options: dict[st
         if name not in found and (what := difference(loss, right.loss)) is not None:
             found[name] = f"loss of the next forward: {what}"
     return found
-
-
-def listed(found: dict[str, str]) -> str:
-    """All findings, for the message of an assertion."""
-    return "\n".join(f"{name}: {what}" for name, what in found.items())
 
 
 WHERE: dict[str, list[str]] = {
@@ -400,15 +355,14 @@ def test_like_one_process(request: pytest.FixtureRequest, hook: str, layout: str
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     found = wrong_snippets(pool, names, hook, LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}
-    assert found == {}, listed(found)
+    assert found == {}, "\n".join(f"{name}: {what}" for name, what in found.items())
     assert planted == PLANTED.keys() & set(names)
 
 
 def _fitted() -> Told:
     """A module after a fit that tells nothing."""
     module = Told([], "")
-    batches = [features(dist.get_rank(), step) for step in range(2)]
-    make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
+    train(module, {}, 2, accumulate=1)
     return module
 
 
@@ -442,7 +396,7 @@ def _compiled() -> list[Tensor]:
 
 def use_compiled(net: Net, compiled: Callable[[Any], Any] = lambda function: function) -> list[Tensor]:
     """What a compiled average and norm make of weights that are set before."""
-    weight, other = (block[0].weight for block in net.blocks)
+    weight, other = (block.linear.weight for block in net.blocks)
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(ramp(p))

@@ -433,47 +433,66 @@ def rows(rank: int, step: int) -> Tensor:
     return torch.randn(1 + (rank + 2 * step) % 4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def fit(
-    options: dict[str, Any], make: Callable[..., Writer], args: Iterable[Any], precision: str = "64-true"
-) -> dict[str, Tensor]:
-    """Runs on every rank."""
-    module = make(*args)
+def train(
+    module: LightningModule,
+    options: dict[str, Any],
+    num_batches: int = NUM_BATCHES,
+    accumulate: int = ACCUMULATE,
+    **settings: Any,
+) -> None:
+    """Runs on every rank; `settings` are the Trainer's."""
     rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
-    batches = [rows(rank, step) for step in range(NUM_BATCHES)]
-    if precision != "64-true":
+    settings = {"precision": "64-true", "accumulate_grad_batches": accumulate, **settings}
+    batches = [rows(rank, step) for step in range(num_batches)]
+    if settings["precision"] != "64-true":
         module.float()
         batches = [batch.float() for batch in batches]
-    accumulation = {"accumulate_grad_batches": ACCUMULATE} if module.automatic_optimization else {}
-    trainer = make_trainer(AutomodelStrategy(**options), precision=precision, **accumulation)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    loader = DataLoader(batches, batch_size=None)
+    is_validated = "val_check_interval" in settings
+    make_trainer(AutomodelStrategy(**options), **settings).fit(
+        module, loader, loader if is_validated else None
+    )
+
+
+def fit(
+    options: dict[str, Any], make: Callable[..., Writer], args: Iterable[Any], **settings: Any
+) -> dict[str, Tensor]:
+    """Weights of a new module that was trained on the ranks."""
+    module = make(*args)
+    train(module, options, accumulate=ACCUMULATE if module.automatic_optimization else 1, **settings)
     return full_weights(module)
 
 
-def fit_plainly(make: Callable[..., Writer], args: Iterable[Any], num_ranks: int = 2) -> dict[str, Tensor]:
+def train_plainly(
+    module: Any, num_ranks: int, num_batches: int = NUM_BATCHES, accumulate: int = ACCUMULATE
+) -> None:
     """The same in one process, whose batches hold the rows of all ranks."""
-    module = make(*args)
-    batches = [torch.cat([rows(rank, step) for rank in range(num_ranks)]) for step in range(NUM_BATCHES)]
+    batches = [torch.cat([rows(rank, step) for rank in range(num_ranks)]) for step in range(num_batches)]
     optimizers = module.configure_optimizers()
-    if not module.automatic_optimization:
-        module.__dict__["optimizers"] = lambda: optimizers
-        module.__dict__["manual_backward"] = lambda loss, **kwargs: loss.backward()
-        for index, batch in enumerate(batches):
+    module.__dict__["optimizers"] = lambda: optimizers
+    module.__dict__["manual_backward"] = lambda loss, **kwargs: loss.backward()
+    for index, batch in enumerate(batches):
+        if not module.automatic_optimization:
             module.training_step(batch, index)
-        return full_weights(module)
-    for start in range(0, NUM_BATCHES, ACCUMULATE):
-        window = batches[start : start + ACCUMULATE]
-        num_rows = sum(map(len, window))
-        for index, batch in enumerate(window, start):
-            module.on_train_batch_start(batch, index)
-            loss = module.training_step(batch, index)["loss"]
-            if index == start:
-                module.on_before_zero_grad(optimizers)
-                module.optimizer_zero_grad(0, index, optimizers)
-            (loss * len(batch) / num_rows).backward()
-            if index == start + len(window) - 1:
-                module.on_before_optimizer_step(optimizers)
-                optimizers.step()
-            module.on_train_batch_end(SimpleNamespace(), batch, index)
+            continue
+        start = index - index % accumulate
+        num_rows = sum(map(len, batches[start : start + accumulate]))
+        module.on_train_batch_start(batch, index)
+        loss = module.training_step(batch, index)["loss"]
+        if index == start:
+            module.on_before_zero_grad(optimizers)
+            module.optimizer_zero_grad(0, index, optimizers)
+        (loss * len(batch) / num_rows).backward()
+        if index + 1 in (start + accumulate, num_batches):
+            module.on_before_optimizer_step(optimizers)
+            optimizers.step()
+        module.on_train_batch_end(SimpleNamespace(), batch, index)
+
+
+def fit_plainly(make: Callable[..., Writer], args: Iterable[Any], num_ranks: int = 2) -> dict[str, Tensor]:
+    """Weights of a new module that was trained in one process."""
+    module = make(*args)
+    train_plainly(module, num_ranks)
     return full_weights(module)
 
 
