@@ -17,7 +17,7 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.sharding import fits
-from tests.sharding.fits import ACCUMULATE
+from tests.sharding.fits import ACCUMULATE, Logits
 from tests.trainer.exactness import WIDTH, Block, Outcome, TinyDecoder, micro_batches, weight_error
 from tests.trainer.hugging_face import untied_llama
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
@@ -287,28 +287,21 @@ def test_nothing_to_recompute_raises(choice: Any) -> None:
     assert str(raised.value).startswith(f"activation_checkpointing={choice!r}")
 
 
-class Logits(nn.Module):
-    """A tiny decoder of Hugging Face's, which keeps a cache; [b, s] ids to [b, s, v] logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = untied_llama()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids=input_ids).logits
+def _llama() -> Logits:
+    return Logits(untied_llama())
 
 
 def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
-    module = ModelModule(Logits())
+    module = ModelModule(_llama())
     first, second = (fit_module(module, options, choice) for choice in ("offload", False))
-    return fit(options, False, Logits), first, second
+    return fit(options, False, _llama), first, second
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", TWO)
 def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
     """Their own switch is used, also to offload, and turned back: the cache that they would fill twice is left out."""
-    expected = prefixed(plain_weights(Logits(), ACCUMULATE))
+    expected = prefixed(plain_weights(_llama(), ACCUMULATE))
     for without, first, second in pool2.run(_fit_llama, options):
         assert weight_error(first.weights, without.weights) <= TOLERANCE
         assert weight_error(first.weights, expected) <= FLOAT32_TOLERANCE
@@ -318,7 +311,7 @@ def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
 
 def test_hugging_face_layers_in_evaluation_mode_raise() -> None:
     """They would keep every activation without a word. Those before them are restored."""
-    module = ModelModule(Logits())
+    module = ModelModule(_llama())
     layers = module.model.inner.model.layers
     layers[1].eval()
     before = [dict(vars(layer)) for layer in layers]

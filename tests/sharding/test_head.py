@@ -5,8 +5,7 @@ Below a size it stays in the root's group; here every head is large enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -28,12 +27,8 @@ from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import loader, make_trainer
 from tests.trainer.test_layouts import CASE2, CASE4, MODES, REPLICAS
 
-
-@contextmanager
-def every_head() -> Iterator[None]:
-    """Heads of any size are reduced by themselves."""
-    with mock.patch.object(units, "HEAD_ELEMENTS", 1):
-        yield
+EVERY_HEAD = mock.patch.object(units, "HEAD_ELEMENTS", 1)
+"""Heads of any size are reduced by themselves."""
 
 
 class ByItsWeight(TinyDecoder):
@@ -57,24 +52,24 @@ class InBothWays(TinyDecoder):
         return self.head(self.norm(hidden))
 
 
-class FrozenHead(TinyDecoder):
+def frozen_head(seed: int) -> TinyDecoder:
     """Trains all but its head."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.head.requires_grad_(False)
-
-
-MODELS = [TinyDecoder, ByItsWeight, InBothWays, FrozenHead]
+    model = TinyDecoder(seed)
+    model.head.requires_grad_(False)
+    return model
 
 
-def _make(kind: type[TinyDecoder]) -> nn.Module:
+Kind = Callable[[int], TinyDecoder]
+MODELS: list[Kind] = [TinyDecoder, ByItsWeight, InBothWays, frozen_head]
+
+
+def _make(kind: Kind) -> nn.Module:
     return kind(CASE2.seed).double()
 
 
-def _fit(kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
+def _fit(kind: Kind, options: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
     module = ModelModule(_make(kind))
-    with every_head():
+    with EVERY_HEAD:
         found = fit_module(module, options, replace(CASE4, num_ranks=num_ranks))
     assert found.described["head"] == ["model.head (Linear)"]
     assert len(found.described["units"]) == len(module.model.blocks)
@@ -84,14 +79,14 @@ def _fit(kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int) -> di
 @pytest.mark.parametrize("mode", ["True-resharded", "True-kept", "False-resharded"])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.each_value
-def test_weights_equal_one_process(pool2: RankPool, kind: type[TinyDecoder], mode: str) -> None:
+def test_weights_equal_one_process(pool2: RankPool, kind: Kind, mode: str) -> None:
     """Whether a step calls the head, takes its weight, or both."""
     expected = plain_weights(_make(kind), ACCUMULATE, CASE2)
     assert_exact(pool2.run(_fit, kind, MODES[mode], 2), expected)
 
 
-@pytest.mark.parametrize("kind", [InBothWays, pytest.param(FrozenHead, marks=pytest.mark.sweep)])
-def test_replicas_of_shards(pool4: RankPool, kind: type[TinyDecoder]) -> None:
+@pytest.mark.parametrize("kind", [InBothWays, pytest.param(frozen_head, marks=pytest.mark.sweep)])
+def test_replicas_of_shards(pool4: RankPool, kind: Kind) -> None:
     """Two replicas of two shards, of the head whose gradient comes twice, and of one that gets none."""
     expected = plain_weights(_make(kind), ACCUMULATE, CASE4)
     options = REPLICAS | MODES["all_reduce-resharded"]
@@ -100,7 +95,7 @@ def test_replicas_of_shards(pool4: RankPool, kind: type[TinyDecoder]) -> None:
 
 def _fit_twice() -> dict[str, Tensor]:
     module = ModelModule(_make(TinyDecoder))
-    with every_head():
+    with EVERY_HEAD:
         for options in ({}, {"activation_checkpointing": True}):
             fit_module(module, options, CASE2)
     return full_weights(module.model)
@@ -142,13 +137,11 @@ def _reduced(threshold: int) -> tuple[list[int], int, int]:
     module = _Counted(_make(TinyDecoder))
     with mock.patch.object(units, "HEAD_ELEMENTS", threshold):
         make_trainer(AutomodelStrategy()).fit(module, loader(CASE2))
-    root = [module.model.embedding, module.model.norm]
-    head = sum(parameter.numel() for parameter in module.model.head.parameters())
-    return (
-        module.scatters.numels,
-        head,
-        sum(parameter.numel() for part in root for parameter in part.parameters()),
+    embedding, head, norm = (
+        sum(parameter.numel() for parameter in part.parameters())
+        for part in (module.model.embedding, module.model.head, module.model.norm)
     )
+    return module.scatters.numels, head, embedding + norm
 
 
 def test_its_gradient_is_reduced_first(pool2: RankPool) -> None:
@@ -174,7 +167,7 @@ class CallsTheHead(ModelModule):
 def _after_a_fit() -> tuple[tuple[Tensor, Tensor, bool], list[list[float]]]:
     """What the head has returned between steps, and should have; losses of a plain loop then, and of a whole copy's."""
     module = CallsTheHead(_make(TinyDecoder))
-    with every_head():
+    with EVERY_HEAD:
         fit_module(module, {}, CASE2)
     weights = full_weights(module.model)
     is_sharded = hasattr(module.model.head.weight, "placements")
@@ -236,7 +229,7 @@ class Model(nn.Module):
 )
 def test_which_module_is_the_head(model: nn.Module, options: tuple[Any, bool], name: str | None) -> None:
     """One linear layer outside of all units, that shares nothing, where the strategy chooses units."""
-    with every_head():
+    with EVERY_HEAD:
         head = plan_sharding(model, *options).head
     assert head is (None if name is None else model.get_submodule(name))
     assert plan_sharding(model, *options).head is None  # too small

@@ -137,13 +137,7 @@ def test_ranks_agree(pool2: RankPool) -> None:
 
 
 WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-class Changing(GradientAccumulationScheduler):
-    """Windows of three micro-batches in the first epoch, the last of them short, and of two in the second."""
-
-    def __init__(self) -> None:
-        super().__init__({0: 3, 1: 2})
+"""Of three micro-batches in the first epoch, the last of them short, and of two in the second."""
 
 
 def fit(options: dict[str, Any], fraction: float) -> Fitted:
@@ -152,9 +146,10 @@ def fit(options: dict[str, Any], fraction: float) -> Fitted:
     def budget(needed: dict[str, int]) -> float:
         return fraction * (needed["deferred_gradients"] + needed["sharded_state"])
 
+    changes = GradientAccumulationScheduler({0: 3, 1: 2})
     with pretended(budget):
         return fit_module(
-            LabelledModule(), options, callbacks=[Changing()], max_epochs=2, accumulate_grad_batches=1
+            LabelledModule(), options, callbacks=[changes], max_epochs=2, accumulate_grad_batches=1
         )
 
 

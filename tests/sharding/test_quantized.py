@@ -19,7 +19,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.sharding.quantized import check_replicable, stays_whole
 from tests.rank_pool import RankPool
 from tests.sharding.fits import ACCUMULATE, fit_module
-from tests.trainer.exactness import VOCABULARY, Outcome, weight_error
+from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, prefixed, train_model_plainly
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
@@ -116,9 +116,8 @@ def coded_net() -> nn.Module:
 
 
 def _trained(module: nn.Module) -> Outcome:
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in named.items()}
-    return Outcome(whole)
+    weights = full_weights(module).items()
+    return Outcome({name: weight for name, weight in weights if module.get_parameter(name).requires_grad})
 
 
 def _fit(make_net: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[Outcome, Any]:

@@ -7,7 +7,7 @@ all shards are uneven. Every run has a short last window.
 from __future__ import annotations
 
 import copy
-import math
+import functools
 from typing import Any
 
 import pytest
@@ -24,10 +24,10 @@ from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
+from tests.sharding.fits import ACCUMULATE, Fitted, Logits, fit_module
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     PLAN,
-    VOCABULARY,
     Batch,
     Outcome,
     TinyDecoder,
@@ -35,12 +35,13 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, fill, plain_weights
+from tests.trainer.hugging_face import _SIZES, filled
+from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, make_trainer
 
 TENSOR = 2
-ACCUMULATE = 3
+TWO: dict[str, Any] = {"tensor_parallel_size": TENSOR}
 CLIP = 0.05
 WRONG = 1e-6
 CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=2, gap="micro_batches")
@@ -56,30 +57,19 @@ class TensorParallelModule(ModelModule):
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
-
-def data_rank() -> int:
-    return dist.get_rank() // TENSOR
+    def on_train_end(self) -> None:
+        self.last_norm = self.trainer.strategy.last_step.grad_norm
 
 
 def own_batches() -> list[Batch]:
-    return micro_batches(CASE)[data_rank()]
+    return micro_batches(CASE)[dist.get_rank() // TENSOR]
 
 
-def fit_tensor_parallel(
-    options: dict[str, Any], **trainer_options: Any
-) -> tuple[dict[str, Tensor], dict[str, Any], float]:
-    """Train, and return full weights, what the strategy says of itself, and the last norm."""
+def fit_clipped(options: dict[str, Any]) -> tuple[Fitted, float]:
+    """What a fit leaves, and the last norm."""
     module = TensorParallelModule(decoder())
-    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR, **options)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **trainer_options)
-    trainer.fit(module, DataLoader(own_batches(), batch_size=None))
-    assert strategy.last_step is not None
-    norm = strategy.last_step.grad_norm
-    return full_weights(module.model), strategy.describe(), math.nan if norm is None else float(norm)
-
-
-def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights), Outcome(expected))
+    found = fit_module(module, {**TWO, **options}, CASE, gradient_clip_val=CLIP)
+    return found, float(module.last_norm)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +82,13 @@ def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
     def clip(parameters: list[nn.Parameter]) -> None:
         norms.append(nn.utils.clip_grad_norm_(parameters, CLIP))
 
-    expected = plain_weights(decoder(), ACCUMULATE, CASE, clip=clip)
+    expected = prefixed(plain_weights(decoder(), ACCUMULATE, CASE, clip=clip))
     assert all(norm > CLIP for norm in norms)
-    assert deviation(plain_weights(decoder(), ACCUMULATE, CASE), expected) > WRONG
-    for weights, description, norm in pool4.run(fit_tensor_parallel, options, gradient_clip_val=CLIP):
-        assert deviation(weights, expected) <= TOLERANCE
-        assert description["mesh"]["data_parallel"] == description["mesh"]["tensor_parallel"] == 2
-        assert description["gradient_divisor"] == 2
+    assert weight_error(prefixed(plain_weights(decoder(), ACCUMULATE, CASE)), expected) > WRONG
+    for found, norm in pool4.run(fit_clipped, options):
+        assert weight_error(found.weights, expected) <= TOLERANCE
+        mesh = found.described["mesh"]
+        assert mesh["data_parallel"] == mesh["tensor_parallel"] == found.described["gradient_divisor"] == 2
         assert norm == pytest.approx(norms[-1].item(), rel=TOLERANCE)
 
 
@@ -118,8 +108,7 @@ class ShardedWithoutPlan(ModelModule):
 
 
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
-    options = {"tensor_parallel_size": TENSOR, **options}
-    return Refused(lambda: make_module(decoder()), sentences, own_batches, options)
+    return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
 
 REFUSED = {
@@ -162,7 +151,7 @@ def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
     """Ranks that were seeded differently, on data that Lightning shares out."""
     torch.manual_seed(dist.get_rank())
     module = TensorParallelModule(dropping_decoder())
-    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
+    strategy = AutomodelStrategy(**TWO)
     trainer = make_trainer(strategy, accumulate_grad_batches=2, use_distributed_sampler=True)
     data = Remembers()
     trainer.fit(module, DataLoader(data, batch_size=1))
@@ -271,7 +260,7 @@ class CountsBeside(Callback):
 def _sums() -> tuple[float, ...]:
     module = CountsSamples(decoder())
     beside = CountsBeside()
-    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR), callbacks=[beside])
+    trainer = make_trainer(AutomodelStrategy(**TWO), callbacks=[beside])
     data = HasSum()
     trainer.validate(module, datamodule=data, verbose=False)
     metrics = (module.logged, module.computed, module.held["val"]["sum"], module.late, beside.sums["val"])
@@ -300,15 +289,17 @@ class AsksAllRanks(Callback):
         mesh = trainer.strategy.device_mesh["tensor_parallel"]
         self.log("peers", DTensor.from_local(torch.ones(()), mesh, [Partial()]))
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.num_peers = float(trainer.callback_metrics["peers"])
+
 
 def _ask_all_ranks() -> tuple[list[bool], float]:
     """What all decide, and what a callback has logged."""
     asks = AsksAllRanks()
-    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
-    trainer = make_trainer(strategy, callbacks=[asks], max_steps=1)
-    module = TensorParallelModule(decoder())
-    trainer.fit(module, DataLoader(own_batches(), batch_size=None))
-    return asks.decisions, float(trainer.callback_metrics["peers"])
+    fit_module(
+        TensorParallelModule(decoder()), TWO, CASE, callbacks=[asks], max_steps=1, accumulate_grad_batches=1
+    )
+    return asks.decisions, asks.num_peers
 
 
 def test_decisions_are_those_of_all_ranks(pool4: RankPool) -> None:
@@ -322,70 +313,44 @@ ROUNDING = 1e-7
 """These models normalise and take softmaxes in float32, where a last digit in float64 can flip one of 6e-8."""
 HF_CASE = Case(seed=32, telling="labels", num_batches=4, num_ranks=1)
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
+    **_SIZES,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,
-    "max_position_embeddings": 16,
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
 
 
-class Logits(nn.Module):
-    """[b, s] ids to [b, s, v] logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-
-def make_model(kind: str, **sizes: int) -> nn.Module:
+def make_model(kind: str) -> nn.Module:
     """A tiny model of random weights."""
     import transformers
 
     config = getattr(transformers, f"{kind.removesuffix('-tied')}Config")(
-        **(SIZES | sizes), tie_word_embeddings="tied" in kind
+        **SIZES, tie_word_embeddings="tied" in kind, use_cache=False
     )
-    model = Logits(transformers.AutoModelForCausalLM.from_config(config))
-    fill(model)
-    return model
+    return filled(Logits(transformers.AutoModelForCausalLM.from_config(config)))
 
 
-def fit_hugging_face(kind: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Train on the strategy; return full weights, and which of them tensor parallelism has cut."""
+def fit_hugging_face(kind: str) -> tuple[Outcome, list[str]]:
+    """Full weights, and which of them tensor parallelism has cut."""
     module = ModelModule(make_model(kind))
-    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP)
-    trainer.fit(module, DataLoader(micro_batches(HF_CASE)[0], batch_size=None))
-    cut = [
-        name
-        for name, p in module.model.named_parameters()
-        if isinstance(p, DTensor) and p.device_mesh.ndim == 2
-    ]
-    return full_weights(module.model), cut
+    weights = fit_module(module, TWO, HF_CASE, gradient_clip_val=CLIP).weights
+    named = module.named_parameters()
+    return weights, [name for name, p in named if isinstance(p, DTensor) and p.device_mesh.ndim == 2]
 
 
 @pytest.mark.parametrize("kind", first_by_default(["Qwen3-tied", "Llama", "Llama-tied", "Qwen3"]))
 def test_trains_like_one_process(pool2: RankPool, kind: str) -> None:
     """Norms of whole rows stay plain; Qwen3's norms of single heads are whole with gradients to be added up."""
     pytest.importorskip("transformers")
-    expected = plain_weights(
-        make_model(kind),
-        ACCUMULATE,
-        HF_CASE,
-        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP),
-    )
+    clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=CLIP)
+    expected = prefixed(plain_weights(make_model(kind), ACCUMULATE, HF_CASE, clip=clip))
+    without = prefixed(plain_weights(make_model(kind), 1, HF_CASE))
     for weights, cut in pool2.run(fit_hugging_face, kind):
-        assert weight_error(Outcome(weights), Outcome(expected)) <= ROUNDING
-        assert weight_error(Outcome(weights), Outcome(plain_weights(make_model(kind), 1, HF_CASE))) > 1e-4
-        assert any("q_proj" in name for name in cut)
-        assert any("embed_tokens" in name for name in cut)
+        assert weight_error(weights, expected) <= ROUNDING
+        assert weight_error(weights, without) > 1e-4
+        for part in ("q_proj", "embed_tokens"):
+            assert any(part in name for name in cut)
         assert ("lm_head.weight" in " ".join(cut)) == ("tied" not in kind)
         assert any("q_norm" in name for name in cut) == ("Qwen3" in kind)

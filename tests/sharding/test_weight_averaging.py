@@ -106,15 +106,6 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return full_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def window_gradient(model: nn.Module, window: list[int]) -> None:
-    """The gradient of the token mean over a window of all ranks."""
-    batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
-    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    model.train()
-    model.step = window[-1]
-    (torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(tokens, 1)).backward()
-
-
 def first_losses(model: nn.Module) -> list[float]:
     """By rank: what a validation finds in its first batch."""
     model.eval()
@@ -122,23 +113,25 @@ def first_losses(model: nn.Module) -> list[float]:
         return [float(mean_loss(model, batches[0], "sum")) for batches in micro_batches(CASE)]
 
 
-def averaged_plainly(name: str, epochs: int = EPOCHS) -> tuple[dict[str, Tensor], list[list[float]]]:
+def averaged_plainly(name: str) -> tuple[dict[str, Tensor], list[list[float]]]:
     """The average after all epochs, and what each validation finds with it."""
     model = Tempered()
     averaged = AveragedModel(model, use_buffers=True, **AVERAGES[name][1])
     optimizer = sgd(model)
+    found: list[list[float]] = []  # with the average after none, one, ... of the windows of an epoch
+
+    def end_window(*_: Any) -> None:
+        if name != "mean-of-epochs":
+            averaged.update_parameters(model)
+        found.append(first_losses(averaged.module))
+
+    optimizer.register_step_post_hook(end_window)
     losses = []
-    for _ in range(epochs):
-        for window in windows(CASE, ACCUMULATE):
-            optimizer.zero_grad()
-            window_gradient(model, window)
-            for index in window:
-                if index == window[-1]:
-                    optimizer.step()
-                    if name != "mean-of-epochs":
-                        averaged.update_parameters(model)
-                if (index + 1) % VALIDATE_EVERY == 0:
-                    losses.append(first_losses(averaged.module))
+    for _ in range(EPOCHS):
+        found[:] = [first_losses(averaged.module)]
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+        for last in range(VALIDATE_EVERY - 1, CASE.num_batches, VALIDATE_EVERY):
+            losses.append(found[sum(window[-1] <= last for window in windows(CASE, ACCUMULATE))])
         if name == "mean-of-epochs":
             averaged.update_parameters(model)
     return state(averaged.module), losses
