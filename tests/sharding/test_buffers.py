@@ -1,7 +1,12 @@
-"""Running statistics: each rank's own within a window, rank 0's at its start, in evaluation and in checkpoints."""
+"""What each rank has a copy of: buffers and parameters.
+
+Running statistics are each rank's own within a window, rank 0's at its start, in evaluation and in checkpoints.
+Parameters that ranks write differently raise on every rank, at the latest when training ends.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from tests.checkpoint.checkpoints import Saves
 from tests.rank_pool import RankPool
-from tests.trainer.runs import make_trainer
+from tests.trainer.exactness import Batch
+from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
 
 WIDTH = 3
 STEPS = 6
+ONES = torch.ones(8, WIDTH, dtype=torch.float64)
 
 
 class Normalised(LightningModule):
@@ -42,37 +51,28 @@ class Normalised(LightningModule):
         self.note("validation")
         self.model(batch)
 
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:  # behind a callback that saves in the middle of a window of three micro-batches
+            self.note("saved")
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Saves(Callback):
-    """Saves in the middle of a window of three micro-batches."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 1:
-            trainer.save_checkpoint(self.path)
-            module.note("saved")
+def _fit(module: Any, options: dict[str, Any], rows: Tensor, validates: bool = True, **settings: Any) -> Any:
+    """Train on batches of four rows; the trained module."""
+    data = DataLoader(rows, batch_size=4)
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), **settings)
+    trainer.fit(module, data, data if validates else None)
+    return module
 
 
 def _train(options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
-    data = DataLoader(torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64), batch_size=4)
-    module = Normalised()
-    trainer = make_trainer(
-        AutomodelStrategy(count="samples", **options),
-        accumulate_grad_batches=3,
-        val_check_interval=5,
-        limit_val_batches=1,
-        callbacks=[Saves(folder / "saved"), WeightAveraging(use_buffers=True)],
-    )
-    trainer.fit(module, data, data)
-    return module.seen
+    rows = torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64)
+    settings = {"accumulate_grad_batches": 3, "val_check_interval": 5, "limit_val_batches": 1}
+    callbacks = [Saves("on_train_batch_end", 2, folder / "saved"), WeightAveraging(use_buffers=True)]
+    return _fit(Normalised(), options, rows, **settings, callbacks=callbacks).seen
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
@@ -118,14 +118,10 @@ class Collects(Normalised):
 
 
 def _collect(persistent: bool, sign: int, options: dict[str, Any], validates: bool) -> str | torch.Size:
-    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
-    module = Collects(persistent, sign)
-    trainer = make_trainer(AutomodelStrategy(count="samples", **options))
     try:
-        trainer.fit(module, data, data if validates else None)
+        return _fit(Collects(persistent, sign), options, ONES, validates).bank.shape
     except ValueError as error:
         return str(error)
-    return module.bank.shape
 
 
 def _collect_all(layout: str) -> tuple[list[Any], list[Any]]:
@@ -166,10 +162,7 @@ class Late(Collects):
 
 
 def _note_late(options: dict[str, Any]) -> Tensor:
-    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
-    module = Late()
-    make_trainer(AutomodelStrategy(count="samples", **options)).fit(module, data, data)
-    return module.largest
+    return _fit(Late(), options, ONES).largest
 
 
 @pytest.mark.every_case
@@ -178,3 +171,66 @@ def test_buffers_may_come_and_go(pool2: RankPool, layout: str) -> None:
     """One that was None when the module was built is made equal too."""
     first, second = pool2.run(_note_late, LAYOUTS[layout])
     assert first == second == 1
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"data_parallel": "ddp"}),
+    "fsdp2": (2, {}),
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "local sgd": (
+        2,
+        {"data_parallel": "ddp", "ddp_comm_hook": debugging_hooks.noop_hook, "count_window_ahead": True},
+    ),
+}
+
+
+class DrawsByRank(LabelledModule):
+    """Resets its head in mid-training, from random numbers that are each rank's own, or the same."""
+
+    def __init__(self, alike: bool) -> None:
+        super().__init__()
+        self.alike = alike
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 1:
+            torch.manual_seed(0 if self.alike else dist.get_rank())
+            with torch.no_grad():
+                self.model.head.weight.normal_()
+
+
+def _draw(alike: bool, options: dict[str, Any], validates: bool) -> tuple[str, int]:
+    """What is raised, and after how many batches."""
+    settings = {"val_check_interval": 4, "limit_val_batches": int(validates)}
+    trainer = make_trainer(AutomodelStrategy(**options), **settings)
+    data = loader(replace(CASE, num_ranks=dist.get_world_size()))
+    message = ""
+    try:
+        trainer.fit(DrawsByRank(alike), data, data if validates else None)
+    except RuntimeError as error:
+        message = str(error)
+    return message, trainer.fit_loop.total_batch_idx + 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("hsdp", marks=pytest.mark.sweep)])
+def test_drifting_copies_raise(pool2: RankPool, pool4: RankPool, engine: str, validates: bool) -> None:
+    """At the next validation, or at the end."""
+    num_ranks, options = ENGINES[engine]
+    pool = pool2 if num_ranks == 2 else pool4
+    for message, num_batches in pool.run(_draw, False, options, validates):
+        assert message.startswith("Ranks hold different values of model.head.weight: 1 of ")
+        assert num_batches == (4 if validates else 8)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "engine", ["ddp", "fsdp2", "local sgd", pytest.param("hsdp", marks=pytest.mark.sweep)]
+)
+def test_equal_copies_do_not(pool2: RankPool, pool4: RankPool, engine: str) -> None:
+    """Drawn alike, or held in parts; nor do those that a communication hook lets drift."""
+    num_ranks, options = ENGINES[engine]
+    pool = pool2 if num_ranks == 2 else pool4
+    assert [message for message, _ in pool.run(_draw, True, options, True)] == [""] * num_ranks

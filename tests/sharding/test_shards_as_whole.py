@@ -1,4 +1,7 @@
-"""What a shard refuses, and what it computes without gathering anything. What is right: `test_user_code.py`."""
+"""What a shard refuses, what it computes without gathering anything, and whole tensors that a sharded model loads.
+
+What is right: `test_user_code.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankPool
+from tests.sharding.fits import fit_module
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import CASE, LabelledModule
 
 
 def _row_set(p: Tensor) -> None:
@@ -60,26 +66,31 @@ def _gradient_written(p: Any) -> None:
     assert torch.equal(p.grad, torch.tensor([[3.0], [3.0], [2.0]]).expand(3, 3))
 
 
+def _sharded(whole: Tensor) -> DTensor:
+    return distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def _parameter() -> Any:
+    return make_shard(nn.Parameter(_sharded(torch.ones(3, 3))))
+
+
 def _refusals() -> dict[str, str]:
     found = {}
-    mesh = init_device_mesh("cpu", (2,))
     for what, write in FOLLOWED.items():
-        sharded = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
-        parameter = make_shard(nn.Parameter(sharded))
+        parameter = _parameter()
         with pytest.raises(RuntimeError) as raised:
             write(parameter)
         found[what] = str(raised.value)
         with torch.no_grad():
             write(parameter)
-    _gradient_written(make_shard(nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]))))
+    _gradient_written(_parameter())
     return found
 
 
 def _lost_derivatives() -> dict[str, str]:
     found = {}
-    mesh = init_device_mesh("cpu", (2,))
     for what, write in SUMS.items():
-        parameter = make_shard(nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])))
+        parameter = _parameter()
         plain = nn.Parameter(torch.ones(3, 3))
         total = torch.zeros_like(parameter)
         expected = torch.zeros(3, 3)
@@ -125,7 +136,7 @@ GATHERED = {"first norm", "norm of a keyword", "third norm", "norms of columns",
 
 def _gathers_of_reductions() -> dict[str, int]:
     whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3) - 4
-    sharded = make_shard(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    sharded = make_shard(_sharded(whole))
     found = {}
     for what, reduce in REDUCED.items():
         with CommDebugMode() as communicated:
@@ -139,3 +150,90 @@ def _gathers_of_reductions() -> dict[str, int]:
 def test_sums_and_roots_of_squares_gather_nothing(pool2: RankPool) -> None:
     for counts in pool2.run(_gathers_of_reductions):
         assert {what for what, number in counts.items() if number} == GATHERED
+
+
+# --- Whole tensors loaded by `load_state_dict`: what projects do with a file that they kept ---------------------------
+
+
+def other_weights() -> dict[str, Tensor]:
+    """Those of another module."""
+    return LabelledModule(CASE.seed + 2).state_dict()
+
+
+def _altered(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
+    state = {name: value.clone() for name, value in state.items()}
+    first = next(iter(state))
+    if how == "missing":
+        del state[first]
+    elif how == "unexpected":
+        state["model.more"] = torch.zeros(2)
+    elif how == "shape":
+        state[first] = state[first][1:]
+    elif how == "dtype":
+        state = {name: value.float() for name, value in state.items()}
+    return state
+
+
+def _outcomes(module: nn.Module, whole: dict[str, Tensor]) -> list[Any]:
+    """What `load_state_dict` does with each alteration: its error, or its answer and the weights."""
+    found: list[Any] = []
+    for how in ("none", "missing", "unexpected", "shape", "dtype"):
+        for strict in (True, False):
+            state = _altered(whole, how)
+            try:
+                answer = module.load_state_dict(state, strict=strict)
+            except RuntimeError as error:
+                found.append(str(error))
+                continue
+            weights = {name: value.sum().item() for name, value in full_weights(module.model).items()}
+            found.append((tuple(answer), weights))
+    return found
+
+
+def _load_after_a_fit() -> tuple[list[Any], list[Any]]:
+    """Outcomes with a sharded model, and with a plain one."""
+    module = LabelledModule()
+    fit_module(module, {})
+    plain = LabelledModule()
+    plain.load_state_dict(full_weights(module))
+    return _outcomes(module, other_weights()), _outcomes(plain, other_weights())
+
+
+def test_after_a_fit(pool2: RankPool) -> None:
+    """Strict or not, with other keys, shapes and dtypes: what torch does with a whole model, in its words."""
+    for sharded, plain in pool2.run(_load_after_a_fit):
+        assert sharded == plain
+
+
+class Assigns(LabelledModule):
+    """Replaces its parameters instead of writing to them."""
+
+    def on_train_start(self) -> None:
+        self.load_state_dict(other_weights(), assign=True)
+
+
+def _assign() -> str:
+    with pytest.raises(AttributeError) as raised:
+        fit_module(Assigns(), {})
+    return str(raised.value)
+
+
+def test_assigned_parameters_are_refused(pool2: RankPool) -> None:
+    """FSDP2 would train shards that the module does not have."""
+    for message in pool2.run(_assign):
+        assert message.startswith("load_state_dict(..., assign=True), or an initialiser")
+
+
+def _load_on_one_rank() -> bool:
+    module = LabelledModule()
+    fit_module(module, {})
+    before = {name: p.to_local().detach().clone() for name, p in module.named_parameters()}
+    if torch.distributed.get_rank() == 1:
+        module.load_state_dict(other_weights())
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    after = {name: p.to_local() for name, p in module.named_parameters() if p.to_local().numel()}
+    return not any(torch.equal(part, before[name]) for name, part in after.items())
+
+
+def test_is_not_a_collective(pool2: RankPool) -> None:
+    assert pool2.run(_load_on_one_rank) == [False, True]

@@ -1,4 +1,7 @@
-"""What user code writes to weights is never lost, as in one process, whether they are gathered at that time or not."""
+"""What user code writes to weights is never lost, as in one process, whether they are gathered at that time or not.
+
+Parameters that sharding has replaced, reached past the module, and parameters that no module knows are refused.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Rows
+from torch.distributed.tensor import distribute_tensor
 
-from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.shards import Shard
-from tests.rank_pool import RankPool
+from lightning_automodel.sharding.replaced import Replaced
+from lightning_automodel.sharding.shards import Shard, make_shard
+from tests.rank_pool import RankError, RankPool
 from tests.sharding.writers import (
     PLACES,
     UPDATES,
@@ -32,11 +37,12 @@ from tests.sharding.writers import (
     WritesHeld,
     WritesUntrained,
     fit,
+    fit_or_refusal,
     fit_plainly,
-    rows,
+    train,
 )
 from tests.trainer.exactness import assert_exact
-from tests.trainer.runs import STRATEGIES, first_by_default, make_trainer
+from tests.trainer.runs import STRATEGIES, first_by_default
 
 CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
     **{f"teacher-{update}-{place}": (Teaches, (update, place)) for update in UPDATES for place in PLACES},
@@ -69,6 +75,7 @@ ENGINES = {
     "recomputed": {"activation_checkpointing": {Block}, "reshard_during_accumulation": True},
     "no prefetch": {"prefetch": 0, "reshard_during_accumulation": True},
 }
+FINDS_UNUSED = {**STRATEGIES["ddp"], "ddp_kwargs": {"find_unused_parameters": True}}
 ALWAYS = (  # one for each way of writing, and for each state in which weights are written
     ("kept", "teacher-lightly_update_momentum-start"),
     ("kept", "teacher-hard_update-end"),
@@ -141,8 +148,8 @@ def test_written_weights(request: pytest.FixtureRequest, engine: str, case: str)
     pool = request.getfixturevalue(f"pool{num_ranks}")
     make, args = CASES[case]
     options = ENGINES[engine]
-    if case.startswith(("wgan", "freezes", "untrained")) and "data_parallel" in options:
-        options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
+    if case.startswith(("wgan", "freezes", "untrained")) and engine == "ddp":
+        options = FINDS_UNUSED
     assert_exact(pool.run(fit, options, make, args), fit_plainly(make, args, num_ranks))
 
 
@@ -168,8 +175,7 @@ class SavesInStep(Writer):
 
 def _kinds_in_step() -> list[type]:
     module = SavesInStep()
-    batches = [rows(dist.get_rank(), step) for step in range(2)]
-    make_trainer(AutomodelStrategy(), max_steps=1).fit(module, DataLoader(batches, batch_size=None))
+    train(module, {}, accumulate=1, max_steps=1)
     return module.kinds
 
 
@@ -242,3 +248,120 @@ def test_what_would_be_lost_is_refused(pool2: RankPool, every: bool) -> None:
     for messages in pool2.run(_refused, every, timeout_s=200):
         for (sentence, *case), message in messages.items():
             assert sentence in message, case
+
+
+# --- Past the module --------------------------------------------------------------------------------------------------
+
+
+class HoldsParameter(Writer):
+    """Reads or writes a parameter of its own past the module tree."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.viscosity = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.how = how
+        self.unknowns = {"viscosity": self.viscosity}
+        self.teachers = list(self.teacher.parameters())
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        if self.how == "dict":
+            return loss * self.unknowns["viscosity"]
+        if self.how == "module":
+            return loss * self.viscosity
+        with torch.no_grad():
+            for s, t in zip(self.student.parameters(), self.teachers, strict=True):
+                if self.how == "written":
+                    t.mul_(0.9)
+                else:
+                    t.data = t.data * 0.9 + s.data * 0.1
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.student.parameters(), self.viscosity], lr=0.1)
+
+
+HELD = {
+    "dict": "viscosity",
+    "written": "teacher.blocks.0.linear.weight",
+    "data": "teacher.blocks.0.linear.weight",
+}
+
+
+def _held() -> dict[str, Any]:
+    return {how: fit_or_refusal(STRATEGIES["kept"], HoldsParameter, how) for how in HELD}
+
+
+def test_parameters_that_sharding_has_replaced(pool2: RankPool) -> None:
+    """The parameter is named."""
+    for messages in pool2.run(_held):
+        for how, name in HELD.items():
+            assert str(messages[how]).startswith(f"{name} was used past the module"), how
+
+
+@pytest.mark.parametrize(("engine", "how"), [("ddp", "dict"), ("ddp", "data"), ("kept", "module")])
+@pytest.mark.every_case
+def test_what_the_message_advises(pool2: RankPool, engine: str, how: str) -> None:
+    """It is exact; that somebody holds the parameter besides is nobody's business."""
+    options = FINDS_UNUSED if engine == "ddp" else STRATEGIES[engine]
+    assert_exact(pool2.run(fit, options, HoldsParameter, (how,)), fit_plainly(HoldsParameter, (how,)))
+
+
+class Unregistered(Writer):
+    """Trains a parameter that the module does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknowns = {"viscosity": nn.Parameter(torch.ones(1, dtype=torch.float64))}
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.distance(batch) * self.unknowns["viscosity"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.student.parameters(), *self.unknowns.values()], lr=0.1)
+
+
+@pytest.mark.parametrize("options", [STRATEGIES["ddp"], STRATEGIES["kept"]])
+def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, Any]) -> None:
+    for message in pool2.run(fit_or_refusal, options, Unregistered):
+        assert message.startswith("1 parameters of SGD are not those of Unregistered")
+        assert "(self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList)" in message
+
+
+class ReplacedWeight(Replaced):
+    parameter_name = "weight"
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda old: old.T,
+    "data": lambda old: old.data,
+    "product": lambda old: 2 * old,
+    "sum": torch.sum,
+    "in a list": lambda old: torch.stack([torch.ones(0), old]),
+    "size": lambda old: old.numel(),  # it would be 0
+    "shape": lambda old: old.shape,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_use_raises(use: str) -> None:
+    """But as a key, and to be shown."""
+    old: Any = nn.Parameter(torch.zeros(0))
+    old.__class__ = ReplacedWeight
+    assert {old: 1}[old] == 1
+    assert repr(old) == "<weight, which a shard has replaced>"
+    with pytest.raises(RuntimeError, match="weight was used past the module"):
+        USES[use](old)
+
+
+def _beside_a_shard() -> None:
+    shard = make_shard(distribute_tensor(torch.ones(3, 1), init_device_mesh("cpu", (2,)), [Rows(0)]))
+    old: Any = nn.Parameter(torch.zeros(0))
+    old.__class__ = ReplacedWeight
+    (shard * old).sum()
+
+
+def test_use_beside_a_shard_raises(pool2: RankPool) -> None:
+    """An empty tensor would broadcast."""
+    with pytest.raises(RankError, match="was used past the module"):
+        pool2.run(_beside_a_shard)
