@@ -27,6 +27,8 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
+from tests.trainer.plain import plain_weights
+from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import (
     TOLERANCE,
     LabelledModule,
@@ -34,7 +36,6 @@ from tests.trainer.runs import (
     loader,
     make_trainer,
     mean_loss,
-    refusal,
 )
 
 UNUSED = {"find_unused_parameters": True}
@@ -171,9 +172,28 @@ class AddedInBetween(Recipe):
             parameter.grad = 0.01 * parameter.detach()
 
 
+class GradientsByHand(Recipe):
+    """Writes `.grad` itself, the same on all ranks, as evolution strategies do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for parameter, gradient in zip(self.parameters(), self.gradients(batch), strict=True):
+            parameter.grad = gradient
+        self.optimizers().step()
+
+    def gradients(self, batch: Any) -> Iterable[Tensor]:
+        return (torch.full(parameter.shape, 0.1, dtype=parameter.dtype) for parameter in self.parameters())
+
+
 RECIPES = {
     recipe.__name__: recipe
-    for recipe in (EndedUntoggled, NamedOptimizers, SharpnessAware, NeverZeroed, AddedInBetween)
+    for recipe in (
+        EndedUntoggled,
+        NamedOptimizers,
+        SharpnessAware,
+        NeverZeroed,
+        AddedInBetween,
+        GradientsByHand,
+    )
 }
 """`tests/search` draws GANs, windows of two optimizers, and gradients that are zeroed in mid-window."""
 
@@ -309,53 +329,11 @@ class PlainBackwardOfAScalar(PlainBackward):
         optimizer.step()
 
 
-def _refused() -> list[str]:
-    """Of a plain backward in a training step, of one in a hook, and of one under FSDP2."""
-    return [
-        refusal(make_trainer(AutomodelStrategy(**DDP)), PlainBackward(), _batches(2)),
-        refusal(make_trainer(AutomodelStrategy(data_parallel="ddp")), PlainBackwardAfterwards(), loader()),
-        refusal(make_trainer(AutomodelStrategy()), PlainBackwardOfAScalar(), _batches(2)),
-    ]
+class UnequalByHand(GradientsByHand):
+    """Writes what `torch.autograd.grad` returns: of a shard each rank would step its part with its own."""
 
-
-def test_a_plain_backward_of_what_nobody_averages_raises(pool2: RankPool) -> None:
-    """Ranks would drift apart."""
-    for in_step, in_hook, of_scalar in pool2.run(_refused):
-        assert "Call self.manual_backward(loss) instead" in in_step
-        assert "under automatic optimization, return the sum of the losses" in in_hook
-        assert "1 parameters of SGD have gradients of a plain loss.backward()" in of_scalar
-
-
-class GradientsByHand(Recipe):
-    """Writes .grad itself: what `torch.autograd.grad` returns, or the same on all ranks, as evolution strategies do."""
-
-    def __init__(self, equal: bool) -> None:
-        super().__init__()
-        self.equal = equal
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        parameters = list(self.parameters())
-        if self.equal:
-            gradients = [torch.full(p.shape, 0.1, dtype=p.dtype) for p in parameters]
-        else:
-            gradients = list(torch.autograd.grad(self.loss(batch), parameters))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-
-
-def _fit_gradients_by_hand(equal: bool, options: dict[str, Any]) -> str:
-    return refusal(make_trainer(AutomodelStrategy(**options)), GradientsByHand(equal), _batches(2))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_gradients_by_hand_must_be_alike(pool2: RankPool, engine: str) -> None:
-    """No window averages them, and of a shard each rank would step its part with its own."""
-    for message in pool2.run(_fit_gradients_by_hand, False, ENGINES[engine][1]):
-        assert "SGD would step with gradients that differ between ranks: their norms are" in message
-    assert pool2.run(_fit_gradients_by_hand, True, ENGINES[engine][1]) == ["", ""]
+    def gradients(self, batch: Any) -> Iterable[Tensor]:
+        return torch.autograd.grad(self.loss(batch), list(self.parameters()))
 
 
 class ActsInMidWindow(Recipe):
@@ -409,22 +387,36 @@ MISUSE: dict[str, tuple[Callable[[], Recipe], str]] = {
     ),
     "two windows": (UntoggledBesideTwo, "2 accumulation windows are open (SGD, SGD)"),
     "shared": (SharedParameters, "1 parameters of SGD belong to the open accumulation window of SGD"),
+    "unequal": (
+        UnequalByHand,
+        "SGD would step with gradients that differ between ranks: their norms are",
+    ),
+}
+REFUSED = {
+    f"{name}, {engine}": Refused(make, (sentence,), lambda: _batches(2), ENGINES[engine][1])
+    for name, (make, sentence) in MISUSE.items()
+    for engine in ("fsdp2", "ddp")
+}
+REFUSED |= {
+    "plain backward": Refused(
+        PlainBackward, ("Call self.manual_backward(loss) instead",), lambda: _batches(2), DDP
+    ),
+    "plain backward in a hook": Refused(
+        PlainBackwardAfterwards,
+        ("under automatic optimization, return the sum of the losses",),
+        options={"data_parallel": "ddp"},
+    ),
+    "plain backward of a scalar": Refused(
+        PlainBackwardOfAScalar,
+        ("1 parameters of SGD have gradients of a plain loss.backward()",),
+        lambda: _batches(2),
+    ),
 }
 
 
-def _messages(options: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: refusal(make_trainer(AutomodelStrategy(**options)), make(), _batches(2))
-        for name, (make, _) in MISUSE.items()
-    }
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_misuse_raises(pool2: RankPool, engine: str) -> None:
-    """Never zero, never a guess: on every rank, with the next step in the sentence."""
-    for messages in pool2.run(_messages, ENGINES[engine][1]):
-        for name, (_, sentence) in MISUSE.items():
-            assert sentence in messages[name], name
+def test_misuse_raises(pool2: RankPool) -> None:
+    """Never zero, never a guess, and never ranks that drift apart: with the next step in the sentence."""
+    check_refused(pool2, __name__)
 
 
 class FailsInBackward(Recipe):
@@ -471,16 +463,7 @@ def test_a_failed_backward_leaves_what_stood_there(pool2: RankPool, engine: str)
 ACCUMULATE = 2
 
 
-class Automatic(LabelledModule):
-    """Returns the bare mean; the strategy counts the labels."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return mean_loss(self.model, batch[0])
-
-    zeroes = True
-
-
-class StepsByHand(Automatic):
+class StepsByHand(LabelledModule):
     """`optimizer_step` overridden to step past the wrapper."""
 
     def optimizer_step(
@@ -490,50 +473,19 @@ class StepsByHand(Automatic):
         optimizer.optimizer.step()
 
 
-class SkipsZeroing(Automatic):
-    """`optimizer_zero_grad` overridden to do nothing: gradients add up over all windows."""
-
-    zeroes = False
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        pass
-
-
-AUTOMATIC: dict[str, type[Automatic]] = {c.__name__: c for c in (StepsByHand, SkipsZeroing)}
-
-
-def _automatic_plainly(kind: type[Automatic], num_ranks: int) -> dict[str, Tensor]:
-    model = TinyDecoder(20).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    by_rank = micro_batches(case(num_ranks))
-    for start in range(0, len(by_rank[0]), ACCUMULATE):
-        window = [batch for batches in by_rank for batch in batches[start : start + ACCUMULATE]]
-        if kind.zeroes:
-            optimizer.zero_grad()
-        loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / count(window)
-        loss.backward()
-        optimizer.step()
-    return full_weights(model)
-
-
-def _fit_automatic(options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for name, kind in AUTOMATIC.items():
-        module = kind()
-        strategy = AutomodelStrategy(count_label_tokens=count, **options)
-        trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
-        trainer.fit(module, _batches(dist.get_world_size()))
-        found[name] = full_weights(module.model)
-    return found
+def _fit_automatic(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = StepsByHand()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, loader(case(dist.get_world_size())))
+    return full_weights(module.model)
 
 
 @pytest.mark.parametrize("engine", first_by_default(ENGINES))
 def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -> None:
-    """Whoever steps, steps with final gradients, to which those of later windows add until someone zeroes."""
+    """Whoever steps, steps with final gradients."""
     num_ranks, options = ENGINES[engine]
-    results = (pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options, timeout_s=240)
-    for name, kind in AUTOMATIC.items():
-        assert_exact([result[name] for result in results], _automatic_plainly(kind, num_ranks))
+    expected = plain_weights(TinyDecoder(20).double(), ACCUMULATE, case(num_ranks))
+    assert_exact((pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options), expected)
 
 
 class SAM(torch.optim.SGD):
@@ -567,7 +519,7 @@ BY_CLOSURES: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-class ByClosures(Automatic):
+class ByClosures(LabelledModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -578,8 +530,8 @@ class ByClosures(Automatic):
 
 def _fit_by_closures(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     module = ByClosures(kind)
-    strategy = AutomodelStrategy(count_label_tokens=count, **options)
-    make_trainer(strategy).fit(module, _batches(dist.get_world_size()))
+    strategy = AutomodelStrategy(**options)
+    make_trainer(strategy).fit(module, loader(case(dist.get_world_size())))
     return full_weights(module.model), int(strategy.last_step.num_micro_batches)
 
 
@@ -594,9 +546,8 @@ def test_several_closures_in_a_step(pool2: RankPool, pool4: RankPool, engine: st
 
         def closure(window: Any = window) -> Tensor:
             optimizer.zero_grad()
-            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(
-                count(window), 1
-            )
+            losses = torch.stack([mean_loss(model, batch, "sum") for batch in window])
+            loss = losses.sum() / max(count(window), 1)
             loss.backward()
             return loss
 
