@@ -149,14 +149,15 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
                 optimizer.state[parameter][name] = value
 
 
-def step_alone(module: AnyOptimizer, optimizer: Any, case: Case, window: list[int]) -> None:
+def step_alone(module: ModelModule, optimizer: Any, case: Case, window: list[int]) -> None:
     """One step of one process, on the data of all ranks."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
         count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        loss = torch.stack([mean_loss(module.model, batch, "sum") for batch in batches]).sum() / count
+        losses = torch.stack([mean_loss(module.model, batch, "sum") for batch in batches])
+        loss = losses.sum() / max(count, 1)
         loss.backward()
         return loss.detach()
 

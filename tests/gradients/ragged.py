@@ -60,13 +60,11 @@ class Outcome:
         weights: full weights by name.
         norms: gradient norm before clipping, by window.
         losses: summed loss and denominator, by window.
-        largest: largest absolute gradient after clipping, by window.
     """
 
     weights: dict[str, Tensor]
     norms: list[float]
     losses: list[tuple[float, int]]
-    largest: list[float]
 
 
 def one_root(net: Net) -> nn.Module:
@@ -136,7 +134,6 @@ def train_on_ranks(layout: str, counts: Counts, clip_norm: float, defer: bool | 
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     norms = []
     losses = []
-    largest = []
     for window, by_rank in enumerate(counts):
         store: list[Tensor] = []
         for step, count in enumerate(by_rank[rank]):
@@ -147,12 +144,11 @@ def train_on_ranks(layout: str, counts: Counts, clip_norm: float, defer: bool | 
             store.append(torch.where(torch.tensor(count > 0), loss.detach() * count, 0.0))
         rescale_gradients(model, torch.tensor(sum(by_rank[rank])), dist.group.WORLD)
         norms.append(clip_gradients(model, clip_norm).item())
-        largest.append(max(full(p.grad).abs().max().item() for p in model.parameters()))
         loss_sum, denominator = reduce_loss(store, sum(by_rank[rank]), dp_group=dist.group.WORLD)
         losses.append((loss_sum.item(), denominator.item()))
         optimizer.step()
         optimizer.zero_grad()
-    return Outcome(full_weights(model), norms, losses, largest)
+    return Outcome(full_weights(model), norms, losses)
 
 
 def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
@@ -161,7 +157,6 @@ def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     norms = []
     losses = []
-    largest = []
     for window, by_rank in enumerate(counts):
         batches = [
             micro_batch(window, r, m, n) for r, steps in enumerate(by_rank) for m, n in enumerate(steps)
@@ -171,16 +166,20 @@ def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
         loss = F.cross_entropy(net(features), labels, reduction="sum")
         (loss / max(num_label_tokens, 1)).backward()
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip_norm).item())
-        largest.append(max(p.grad.abs().max().item() for p in net.parameters()))
         losses.append((loss.item(), num_label_tokens))
         optimizer.step()
         optimizer.zero_grad()
-    return Outcome(full_weights(net), norms, losses, largest)
+    return Outcome(full_weights(net), norms, losses)
 
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor; a collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

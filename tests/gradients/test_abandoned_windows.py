@@ -213,13 +213,9 @@ class IteratorModule(LabelledModule):
         return self(next(dataloader_iter)[0])
 
 
-def _accumulate_drawn_batches() -> None:
-    _fit_module(IteratorModule, {}, 3)
-
-
 def test_windows_of_drawn_batches_are_refused(pool2: RankPool) -> None:
     """Lightning zeroes in mid-window there."""
     with pytest.raises(
         RankError, match=r"accumulate_grad_batches=3 does not work with training_step\(dataloader_iter"
     ):
-        pool2.run(_accumulate_drawn_batches)
+        pool2.run(_fit_module, IteratorModule, {}, 3)

@@ -6,7 +6,6 @@ mean.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import ACCUMULATE, Net, Trains, plainly
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, by_default, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer, warnings_of
 
 NAMED = {
     "module hook": "1 modules, parameters or tensors have backward hooks (module net.blocks.1).",
@@ -55,14 +54,6 @@ class Hooked(Trains):
         attach(self.net, rule, how)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "kept": {"reshard_during_accumulation": False},
-    "resharded": {"reshard_during_accumulation": True},
-    "undeferred": {"defer_fsdp_grad_sync": False},
-    "ddp": {"data_parallel": "ddp"},
-}
-
-
 def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[dict[str, Tensor], list[str]]:
     """`follows`: do what the message says."""
     divisor = dist.get_world_size()
@@ -72,13 +63,14 @@ def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[d
         module = Hooked(lambda gradient: divisor * function(gradient / divisor), how)
     else:
         module = Hooked(function, how)
+    said = _say(module, options)
+    return full_weights(module.net), said
+
+
+def _say(module: Trains, options: dict[str, Any]) -> list[str]:
+    """Train; what is said of backward hooks."""
     trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=ACCUMULATE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module)
-    return full_weights(module.net), [
-        str(w.message) for w in caught if "have backward hooks" in str(w.message)
-    ]
+    return warnings_of("have backward hooks", trainer.fit, module)
 
 
 def expected(rule: str, how: str) -> dict[str, Tensor]:
@@ -89,7 +81,7 @@ CASES = {
     f"{rule}, {how}, {layout}": (rule, how, options)
     for rule in RULES
     for how in NAMED
-    for layout, options in LAYOUTS.items()
+    for layout, options in STRATEGIES.items()
 }
 
 
@@ -106,7 +98,7 @@ def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, d
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("how", NAMED)
-@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
+@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "ddp"))
 def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> None:
     """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
     (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
@@ -125,10 +117,7 @@ class ParameterHook(Hooked):
 
 
 def _fit_parameter_hook() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(AutomodelStrategy(count="samples", data_parallel="ddp")).fit(ParameterHook())
-    return [str(w.message) for w in caught if "have backward hooks" in str(w.message)]
+    return _say(ParameterHook(), {"data_parallel": "ddp"})
 
 
 def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:

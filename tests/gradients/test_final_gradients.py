@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from tests.gradients.every_optimizer import step_alone
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
@@ -27,7 +28,7 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.plain import plain_weights
+from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import (
     TOLERANCE,
@@ -35,7 +36,6 @@ from tests.trainer.runs import (
     first_by_default,
     loader,
     make_trainer,
-    mean_loss,
 )
 
 UNUSED = {"find_unused_parameters": True}
@@ -361,6 +361,18 @@ class UntoggledBesideTwo(Recipe):
         self.backward_on(batch)
 
 
+class PlainBesideAnother(Recipe):
+    """A plain backward while the window of one optimizer is open, and that of another one has ended."""
+
+    two_optimizers = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, ends in zip(self.optimizers(), (False, True), strict=True):
+            with optimizer.toggle_model(sync_grad=ends):
+                self.backward_on(batch)
+        self.loss(batch).backward()
+
+
 class SharedParameters(UntoggledBesideTwo):
     """A layer that both optimizers train."""
 
@@ -387,6 +399,7 @@ MISUSE: dict[str, tuple[Callable[[], Recipe], str]] = {
     ),
     "two windows": (UntoggledBesideTwo, "2 accumulation windows are open (SGD, SGD)"),
     "shared": (SharedParameters, "1 parameters of SGD belong to the open accumulation window of SGD"),
+    "plain": (PlainBesideAnother, "A plain loss.backward() in the middle of an accumulation window"),
     "unequal": (
         UnequalByHand,
         "SGD would step with gradients that differ between ranks: their norms are",
@@ -540,19 +553,11 @@ def _fit_by_closures(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tens
 def test_several_closures_in_a_step(pool2: RankPool, pool4: RankPool, engine: str, kind: str) -> None:
     """Each closure is a window of its own, and returns its loss over all ranks; the report counts all of them."""
     num_ranks, options = ENGINES[engine]
-    model = TinyDecoder(20).double()
-    optimizer = BY_CLOSURES[kind](model.parameters())
-    for window in zip(*micro_batches(case(num_ranks)), strict=True):
-
-        def closure(window: Any = window) -> Tensor:
-            optimizer.zero_grad()
-            losses = torch.stack([mean_loss(model, batch, "sum") for batch in window])
-            loss = losses.sum() / max(count(window), 1)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    expected = full_weights(model)
+    module = ModelModule(TinyDecoder(20).double())
+    optimizer = BY_CLOSURES[kind](module.parameters())
+    for index in range(NUM_BATCHES):
+        step_alone(module, optimizer, case(num_ranks), [index])
+    expected = full_weights(module.model)
     for weights, num_micro_batches in (pool2 if num_ranks == 2 else pool4).run(
         _fit_by_closures, kind, options
     ):

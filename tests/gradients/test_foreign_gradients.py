@@ -105,25 +105,34 @@ class Trains(LightningModule):
 
 
 def fit(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
-    trainer = make_trainer(
-        AutomodelStrategy(count="samples", **options),
-        accumulate_grad_batches=accumulate,
-    )
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate)
     trainer.fit(module)
     return full_weights(module.net)
+
+
+def fit_or_error(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
+    """Weights, or the message of the RuntimeError."""
+    try:
+        return fit(module, options, accumulate)
+    except RuntimeError as error:
+        return str(error)
+
+
+def sum_of_losses(net: Net, batch: Batch) -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1], reduction="sum")
 
 
 def plainly(
     accumulate: int,
     num_ranks: int = 2,
-    adds: Callable[[Net, Batch], Tensor] | None = None,
+    sums: Callable[[Net, Batch], Tensor] = sum_of_losses,
     trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
     prepare: Callable[[Net], Any] = lambda net: None,
 ) -> dict[str, Tensor]:
     """Weights of one process.
 
-    ``adds`` gives [b] a second loss of each row, ``trains`` what the backwards train,
-    ``prepare`` changes the network.
+    ``sums`` gives [] the sum of the losses of a batch, ``trains`` what the backwards train, ``prepare`` changes the
+    network.
     """
     net = Net()
     prepare(net)
@@ -132,11 +141,8 @@ def plainly(
         batches = [
             batch_of(rank, index) for rank in range(num_ranks) for index in range(start, start + accumulate)
         ]
-        loss = sum(F.cross_entropy(net(inputs), labels, reduction="sum") for inputs, labels in batches)
-        if adds is not None:
-            loss = loss + sum(adds(net, batch).sum() for batch in batches)
         optimizer.zero_grad()
-        mean = loss / sum(len(labels) for _, labels in batches)
+        mean = sum(sums(net, batch) for batch in batches) / sum(len(labels) for _, labels in batches)
         mean.backward(inputs=list(trains(net)))  # type: ignore[union-attr]
         optimizer.step()
     return full_weights(net)
@@ -210,10 +216,11 @@ class Uses(Trains):
 
 
 def _using(used: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
-    try:
-        return fit(Uses(used), options, accumulate)
-    except RuntimeError as error:
-        return str(error)
+    return fit_or_error(Uses(used), options, accumulate)
+
+
+def _penalised(net: Net, batch: Batch) -> Tensor:
+    return sum_of_losses(net, batch) + penalty(net, batch).sum()
 
 
 @pytest.mark.every_case
@@ -222,7 +229,7 @@ def test_gradients_that_training_differentiates(pool2: RankPool, pool4: RankPool
     """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
     options = LAYOUTS[layout]
     pool = pool4 if "hsdp" in layout else pool2
-    expected = plainly(ACCUMULATE, pool.num_ranks, penalty)
+    expected = plainly(ACCUMULATE, pool.num_ranks, _penalised)
     for found in pool.run(_using, "penalty", options, ACCUMULATE):
         if options.get("reshard_during_accumulation", False):
             assert isinstance(found, str)

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.grad_scaling import LossScaling
+from tests.gradients.ragged import local
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, assert_exact, full_weights, weight_error
 from tests.trainer.precisions import (
@@ -179,11 +179,6 @@ class TwoOptimizers(WideLossModule):
         return [
             torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM, fused=self.fused) for p in (others, head)
         ]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ScalesByHand(WideLossModule):
@@ -379,46 +374,43 @@ def _fit_many_tokens(
         LossScaling.__init__ = original
 
 
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_sums_of_tokens_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
-    exact = loop("64-true", "fsdp2")
-    for module in (ManyTokens, SmallCounts):
-        assert_exact(
-            pool2.run(_fit_many_tokens, options, True, "16-true", module),
-            exact,
-            2 * torch.finfo(torch.float16).eps,
-        )
-    for weights in pool2.run(_fit_many_tokens, options, False):
-        assert not all(weight.isfinite().all() for weight in weights.values())
-
-
 FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("options", "make_module", "make_model"),
+    ("options", "precision", "make_module", "make_model", "tolerance"),
     [
-        ({"mp_policy": FLOAT16_REDUCTION}, ManyTokens, decoder),
-        ({}, ManyTokensBehind, FrozenTail),
-        (DDP, ManyTokensBehind, FrozenTail),
+        ({}, "16-true", ManyTokens, decoder, 2),
+        pytest.param(DDP, "16-true", ManyTokens, decoder, 2, marks=pytest.mark.sweep),
+        # Under 32-true, where nothing that trains is in float16, it is merely passed.
+        ({"mp_policy": FLOAT16_REDUCTION}, "32-true", ManyTokens, decoder, 8),
+        pytest.param({}, "32-true", ManyTokensBehind, FrozenTail, 8, marks=pytest.mark.sweep),
+        pytest.param(DDP, "32-true", ManyTokensBehind, FrozenTail, 8, marks=pytest.mark.sweep),
     ],
-    ids=["reduced", "frozen, fsdp2", "frozen, ddp"],
+    ids=["fsdp2", "ddp", "reduced", "frozen, fsdp2", "frozen, ddp"],
 )
-def test_what_merely_passes_float16_stays_in_range(
+@pytest.mark.every_case
+def test_sums_of_tokens_stay_in_range(
     pool2: RankPool,
     options: dict[str, Any],
+    precision: str,
     make_module: type[ManyTokens],
     make_model: Callable[[], nn.Module],
+    tolerance: int,
 ) -> None:
-    """Under 32-true, where nothing that trains is in float16."""
+    """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
     exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
-    arguments = ("32-true", make_module, make_model)
-    assert_exact(
-        pool2.run(_fit_many_tokens, options, True, *arguments), exact, 8 * torch.finfo(torch.float16).eps
-    )
+    arguments = (precision, make_module, make_model)
+    found = pool2.run(_fit_many_tokens, options, True, *arguments)
+    assert_exact(found, exact, tolerance * torch.finfo(torch.float16).eps)
     for weights in pool2.run(_fit_many_tokens, options, False, *arguments):
         assert not all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
+def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
+    found = pool2.run(_fit_many_tokens, options, True, "16-true", SmallCounts)
+    assert_exact(found, loop("64-true", "fsdp2"), 2 * torch.finfo(torch.float16).eps)
 
 
 def _fit_on_cuda() -> tuple[dict[str, Tensor], float]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
+from tests.gradients.ragged import full, local
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
@@ -68,9 +69,7 @@ class SeesGradients(ModelModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.seen.append(
-            {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
-        )
+        self.seen.append({name: full(grad).clone() for name, grad in grads.items()})
 
 
 def _gradients_seen(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -202,10 +201,6 @@ def test_hooks_of_a_strategys_subclass(pool2: RankPool, options: dict[str, Any])
     expected = [before, ("post_backward", False, are_shards, False)]
     expected += [before, ("post_backward", False, are_shards, True)]
     assert pool2.run(_hooked, options) == [expected, expected]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_weights(module: nn.Module) -> list[Tensor]:
@@ -418,7 +413,7 @@ class Logs(ModelModule):
         self.log("mean_norm", norm, sync_dist=True)
         self.log_dict({"summed": norm, "other": 1.0}, sync_dist=True, reduce_fx="sum")
         self.reduced = self.trainer.strategy.reduce(norm, reduce_op="sum")
-        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.norm = full(norm)
 
 
 def _logged(options: dict[str, Any]) -> tuple[dict[str, float], float, float]:

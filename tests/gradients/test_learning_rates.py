@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, Batch
-from tests.trainer.runs import LabelledModule, ManualModule, loader, make_trainer, refusal
+from tests.trainer.refusals import Refused, check_refused
+from tests.trainer.runs import LabelledModule, ManualModule, loader, make_trainer
 
 METRICS = ([1.0, 5.0, 3.0], [6.0, 1.0, 2.0])
 """What each rank logs. By itself the first rank would halve its learning rate twice, the second one once."""
@@ -53,28 +53,25 @@ class FollowsTheMean(FollowsItsMetric):
     sync_dist = True
 
 
-def _fit(make_module: type[FollowsItsMetric]) -> tuple[float | None, str]:
-    """The last learning rate, and what is raised at the end."""
-    module = make_module()
+REFUSED = {
+    make.__name__: Refused(
+        make,
+        ("Ranks step with different options of their optimizers: lr of ", "sync_dist=True"),
+        settings={"limit_train_batches": 3},
+    )
+    for make in (FollowsItsMetric, FollowsByHand)
+}
+
+
+def test_learning_rates_that_differ_are_refused(pool2: RankPool) -> None:
+    check_refused(pool2, __name__)
+
+
+def _last_learning_rate() -> float:
     trainer = make_trainer(AutomodelStrategy(), limit_train_batches=3)
-    message = refusal(trainer, module, loader())
-    if message:
-        return None, message
-    return trainer.optimizers[0].param_groups[0]["lr"], ""
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("make_module", [FollowsItsMetric, FollowsByHand])
-def test_learning_rates_that_differ_are_refused(
-    pool2: RankPool, make_module: type[FollowsItsMetric]
-) -> None:
-    """On every rank, with the remedy."""
-    step = ReduceLROnPlateau.step
-    for _, message in pool2.run(_fit, make_module):
-        assert message.startswith("Ranks step with different options of their optimizers: lr of ")
-        assert "sync_dist=True" in message
-    assert ReduceLROnPlateau.step is step
+    trainer.fit(FollowsTheMean(), loader())
+    return trainer.optimizers[0].param_groups[0]["lr"]
 
 
 def test_the_remedy(pool2: RankPool) -> None:
-    assert pool2.run(_fit, FollowsTheMean) == [(LEARNING_RATE, "")] * 2
+    assert pool2.run(_last_learning_rate) == [LEARNING_RATE] * 2

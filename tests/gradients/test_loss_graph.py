@@ -27,6 +27,22 @@ def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
     return F.cross_entropy(logits(), *args, **kwargs)
 
 
+def summed() -> Tensor:
+    return cross_entropy(LABELS, reduction="sum")
+
+
+def of_each_label() -> Tensor:
+    return cross_entropy(LABELS, reduction="none")
+
+
+def mean_of_two() -> Tensor:
+    return torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean()
+
+
+def of_an_image() -> Tensor:
+    return F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None])
+
+
 TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "labels": (lambda: cross_entropy(LABELS), [LossTerm("labels", 3)]),
     "class weights": (lambda: cross_entropy(LABELS, weight=WEIGHT), [LossTerm("class weights", 5.5)]),
@@ -36,36 +52,17 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     ),
     "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("cross-entropies", 4)]),
     "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("cross-entropies", 4)]),
-    "smoothed probabilities": (
-        lambda: cross_entropy(SOFT, label_smoothing=0.1),
-        [LossTerm("cross-entropies", 4)],
-    ),
     "mixed": (
         lambda: 0.3 * cross_entropy(LABELS) + 0.7 * cross_entropy(LABELS.flip(0)),
         [LossTerm("labels", 3, 0.7), LossTerm("labels", 3, 0.3)],
     ),
     "in float32": (lambda: cross_entropy(LABELS).float(), [LossTerm("labels", 3)]),
-    "an image": (
-        lambda: F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None]),
-        [LossTerm("labels", 3)],
-    ),
-    "a sum": (lambda: cross_entropy(LABELS, reduction="sum"), [LossTerm("cross-entropies", 1)]),
-    "a sum over a number": (
-        lambda: cross_entropy(LABELS, reduction="sum") / 7,
-        [LossTerm("cross-entropies", 7)],
-    ),
-    "a sum over a tensor": (
-        lambda: cross_entropy(LABELS, reduction="sum") / torch.tensor(7),
-        [LossTerm("cross-entropies", 7)],
-    ),
-    "a mean by hand": (
-        lambda: cross_entropy(LABELS, reduction="none").mean(),
-        [LossTerm("cross-entropies", 4)],
-    ),
-    "a mean of two": (
-        lambda: torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean(),
-        [LossTerm("labels", 6), LossTerm("labels", 6)],
-    ),
+    "an image": (of_an_image, [LossTerm("labels", 3)]),
+    "a sum": (summed, [LossTerm("cross-entropies", 1)]),
+    "a sum over a number": (lambda: summed() / 7, [LossTerm("cross-entropies", 7)]),
+    "a sum over a tensor": (lambda: summed() / torch.tensor(7), [LossTerm("cross-entropies", 7)]),
+    "a mean by hand": (lambda: of_each_label().mean(), [LossTerm("cross-entropies", 4)]),
+    "a mean of two": (mean_of_two, [LossTerm("labels", 6), LossTerm("labels", 6)]),
     "beside another": (lambda: cross_entropy(LABELS) + logits().square().mean(), [LossTerm("labels", 3)]),
     "weighed by a parameter": (lambda: torch.ones((), requires_grad=True) * cross_entropy(LABELS), []),
     "not linear": (lambda: cross_entropy(LABELS).square(), []),
@@ -74,7 +71,7 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
     "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
     "a mean of sums of cross-entropies": (
-        lambda: cross_entropy(LABELS, reduction="none").view(2, 2).sum(-1).mean(),
+        lambda: of_each_label().view(2, 2).sum(-1).mean(),
         [LossTerm("cross-entropies", 2)],
     ),
     "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,9 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights, relative_error
+from tests.trainer.exactness import full_weights, weight_error
 from tests.trainer.plain import fill
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, make_trainer, warnings_of
 
 CLASSES = 3
 WIDTH = 4
@@ -36,58 +35,59 @@ def ce(labels: Tensor, **kwargs: Any) -> Tensor:
     return F.cross_entropy(torch.ones(len(labels), CLASSES, requires_grad=True) * 1.0, labels, **kwargs)
 
 
+def summed(labels: Tensor) -> Tensor:
+    return ce(labels, reduction="sum")
+
+
+def weighted(labels: Tensor) -> Tensor:
+    return ce(labels, weight=WEIGHT.float())
+
+
+def of_probabilities(labels: Tensor) -> Tensor:
+    return ce(SOFT[: len(labels)].float(), weight=WEIGHT.float())
+
+
 def squares(labels: Tensor) -> Tensor:
     return torch.ones(len(labels), requires_grad=True).square()
+
+
+def used(labels: Tensor) -> Tensor:
+    return (labels >= 0).sum()
 
 
 ONE = torch.tensor([0, 2, 2, 1])
 OTHER = torch.tensor([1, 0, -100])
 Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], float], str | None]
 SAID: dict[str, Case] = {
-    "right": ({}, ce, lambda y: (y >= 0).sum(), None),
+    "right": ({}, ce, used, None),
     "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
     "one sample each": ({}, ce, lambda y: 1, None),
-    "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
-    "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
+    "class weights": ({}, weighted, lambda y: WEIGHT[y[y >= 0]].sum(), None),
+    "class weights as samples": ({}, weighted, len, "weight[labels].sum()"),
     "ignored labels as samples": ({}, ce, len, "ignore_index="),
-    "probabilities": ({}, lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()), len, None),
+    "probabilities": ({}, of_probabilities, len, None),
     "probabilities by class weights": (
         {},
-        lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()),
+        of_probabilities,
         lambda y: (SOFT[: len(y)] @ WEIGHT).sum(),
         "Give what the loss divides by as num_label_tokens",
     ),
-    "a mixture": (
-        {},
-        lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)),
-        lambda y: (y >= 0).sum(),
-        None,
-    ),
-    "a sum as a mean": (
-        {},
-        lambda y: ce(y, reduction="sum"),
-        lambda y: (y >= 0).sum(),
-        "pass loss_reduction='sum'",
-    ),
-    "a sum over a factor": (
-        {},
-        lambda y: ce(y, reduction="sum") * (1 / (y >= 0).sum()),
-        lambda y: (y >= 0).sum(),
-        None,
-    ),
-    "a sum": ({"loss_reduction": "sum"}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), None),
-    "a mean as a sum": ({"loss_reduction": "sum"}, ce, lambda y: (y >= 0).sum(), "leave it out where"),
+    "a mixture": ({}, lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)), used, None),
+    "a sum as a mean": ({}, summed, used, "pass loss_reduction='sum'"),
+    "a sum over a factor": ({}, lambda y: summed(y) * (1 / used(y)), used, None),
+    "a sum": ({"loss_reduction": "sum"}, summed, used, None),
+    "a mean as a sum": ({"loss_reduction": "sum"}, ce, used, "leave it out where"),
     "not counted": ({"per_token_loss": False}, ce, lambda y: 1, None),
     "two divisors": ({}, lambda y: ce(y) + ce(y.abs() % 3), len, "no single count is right"),
     "all ranks' count": (
         {},
-        lambda y: ce(y, reduction="sum") / 8,
-        lambda y: (y >= 0).sum(),
+        lambda y: summed(y) / 8,
+        used,
         "divided by 8 in one micro-batch and by 8 in another, where 4 and 2 label tokens are counted",
     ),
     "boxes of all ranks": ({}, lambda y: squares(y).sum() / (len(y) + 2), len, "as the num_boxes of DETR"),
     "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
-    "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, lambda y: (y >= 0).sum(), None),
+    "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, used, None),
 }
 
 
@@ -138,7 +138,7 @@ def test_only_the_first_micro_batches_are_looked_at() -> None:
     module = LightningModule()
     weighting = TokenWeighting(count_label_tokens=count_samples)
     for _ in range(4):
-        looks.advice(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
+        looks.advice(module, weighting, weighted(ONE), 4, 1)
     unread = torch.empty((), device="meta")
     looks.advice(module, weighting, unread, unread, 1)
 
@@ -205,12 +205,11 @@ class Gathering(LightningModule):
 def _train(way: str, is_manual: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     """Weights, and what was told of the loss."""
     module = Gathering(way, is_manual)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer(AutomodelStrategy(**{"count": "samples", **options}))
-        trainer.fit(module, DataLoader(data(dist.get_rank()), batch_size=None))
-    texts = [str(each.message) for each in caught]
-    return full_weights(module), [text for text in texts if text.startswith("The loss of ")]
+    trainer = make_trainer(AutomodelStrategy(**{"count": "samples", **options}))
+    said = warnings_of(
+        "The loss of ", trainer.fit, module, DataLoader(data(dist.get_rank()), batch_size=None)
+    )
+    return full_weights(module), said
 
 
 def plainly(weights_alike: bool) -> dict[str, Tensor]:
@@ -230,10 +229,6 @@ def plainly(weights_alike: bool) -> dict[str, Tensor]:
     return full_weights(module)
 
 
-def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max(relative_error(weights[name], expected[name]) for name in expected)
-
-
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 ALIKE = {"count": None, "per_token_loss": False}
 """Options by which micro-batches weigh the same."""
@@ -248,9 +243,9 @@ def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_
     (weights, told), _ = pool2.run(_train, way, is_manual, ENGINES[engine])
     assert len(told) == 1
     assert "per_token_loss=False" in told[0]
-    assert error(weights, plainly(weights_alike=False)) > 1e-3
+    assert weight_error(weights, plainly(weights_alike=False)) > 1e-3
     for weights, told in pool2.run(_train, way, is_manual, ENGINES[engine] | ALIKE):
-        assert error(weights, plainly(weights_alike=True)) < TOLERANCE
+        assert weight_error(weights, plainly(weights_alike=True)) < TOLERANCE
         assert not told
 
 
@@ -259,7 +254,7 @@ def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_
 def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, engine: str) -> None:
     """A loss that divides by the samples of all ranks is right; nor are statistics that it is not linear in."""
     for weights, told in pool2.run(_train, "exact", False, ENGINES[engine]):
-        assert error(weights, plainly(weights_alike=False)) < TOLERANCE
+        assert weight_error(weights, plainly(weights_alike=False)) < TOLERANCE
         assert not told
     (_, told), _ = pool2.run(_train, "features", False, ENGINES[engine])
     assert not told

@@ -1,22 +1,28 @@
-"""Manual optimization: several backwards of one batch, and roots that a backward leaves out.
+"""Manual optimization: several backwards of one batch.
 
 What else users write stands in `test_final_gradients.py`; clipping and counts by hand are drawn by `tests/search`.
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.runs import CASE, TOLERANCE, ManualModule, loader, make_trainer, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    TOLERANCE,
+    ManualModule,
+    loader,
+    make_trainer,
+    train_plainly,
+    warnings_of,
+)
 
 TWO_ROWS = replace(CASE, ragged=False)
 
@@ -45,15 +51,14 @@ class Chunks(ManualModule):
 
 def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
     module = Chunks(tell)
+    said: list[str] = []
     error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            make_trainer(AutomodelStrategy(**options)).fit(module, loader(TWO_ROWS))
-        except ValueError as raised:
-            error = str(raised)
-    warned = [str(each.message) for each in caught if "manual_backward is called" in str(each.message)]
-    return full_weights(module.model), error, warned
+    trainer = make_trainer(AutomodelStrategy(**options))
+    try:
+        said = warnings_of("manual_backward is called", trainer.fit, module, loader(TWO_ROWS))
+    except ValueError as raised:
+        error = str(raised)
+    return full_weights(module.model), error, said
 
 
 def test_chunks_of_a_batch(pool2: RankPool) -> None:
@@ -82,46 +87,3 @@ def test_backwards_that_may_be_of_the_whole_batch(
         assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
             rank == 0 and counted is not None
         )
-
-
-DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
-
-
-class TwoWindows(ManualModule):
-    """Opens the window of one optimizer, ends that of another one, and calls `backward` by itself."""
-
-    def __init__(self, opens: bool) -> None:
-        super().__init__()
-        self.opens = opens
-
-    def configure_optimizers(self) -> Any:
-        parts = [self.model.blocks, self.model.head]
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts], []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        if self.opens:
-            with first.toggle_model(sync_grad=False):
-                self.manual_backward(self(batch))
-        with second.toggle_model(sync_grad=True):
-            self.manual_backward(self(batch))
-        self(batch).backward()
-        second.step()
-
-
-def _fit_two_windows(options: dict[str, Any], opens: bool) -> str:
-    trainer = make_trainer(AutomodelStrategy(count="samples", **options), max_steps=2)
-    try:
-        trainer.fit(TwoWindows(opens), loader(TWO_ROWS))
-    except RuntimeError as raised:
-        return str(raised)
-    return ""
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_a_plain_backward_while_another_window_is_open(pool2: RankPool, options: dict[str, Any]) -> None:
-    """It would join the gradients of that window; without one it is the user's own."""
-    refused = "A plain loss.backward() in the middle of an accumulation window"
-    assert all(message.startswith(refused) for message in pool2.run(_fit_two_windows, options, True))
-    assert not any(message.startswith(refused) for message in pool2.run(_fit_two_windows, options, False))

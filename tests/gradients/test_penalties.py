@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
+from tests.gradients.ragged import full
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, assert_exact, full_weights, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, token_sums
@@ -28,12 +28,8 @@ BYPASSED = "2 parameters that FSDP2 shards got a gradient that it does not reduc
 PENALISED = ("blocks.0.linear.weight", "blocks.1.norm.bias")
 
 
-def whole(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
 def norms(model: nn.Module) -> Tensor:
-    return sum(0.3 * whole(model.get_parameter(name).norm()) for name in PENALISED)
+    return sum(0.3 * full(model.get_parameter(name).norm()) for name in PENALISED)
 
 
 class Penalises(ModelModule):
@@ -100,7 +96,7 @@ def test_of_retained_parameters(pool2: RankPool) -> None:
 
 
 def anchored(parameter: Tensor) -> Tensor:
-    return 0.3 * (whole(parameter) - 0.1).square().sum()
+    return 0.3 * (full(parameter) - 0.1).square().sum()
 
 
 class BeforeTheStep(ModelModule):

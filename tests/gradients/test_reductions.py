@@ -1,19 +1,24 @@
-"""Sums over ranks: losses with their denominators, replicated gradients, and waiting for everybody before logging."""
+"""Sums over ranks: losses with their denominators, replicated gradients, and norms, by which gradients are clipped."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel import barrier_and_log, reduce_loss
+from lightning_automodel import barrier_and_log, clip_gradients, reduce_loss
 from lightning_automodel.gradients.rescale_clip import average_gradients_
+from tests.gradients.ragged import TOLERANCE, full
 from tests.rank_pool import RankPool
 
 
@@ -132,3 +137,157 @@ def test_barrier_and_log(pool2: RankPool) -> None:
     (messages0, logged_at, arrived0), (messages1, _, arrived1) = pool2.run(_log_after_a_late_rank)
     assert (messages0, messages1) == (["100 % of {ranks} are here"], [])
     assert arrived0 < arrived1 <= logged_at
+
+
+# --- `clip_gradients` over every mixture of plain, sharded and replicated gradients -----------------------------------
+
+Parameter = tuple[str, tuple[int, ...]]  # how it is laid out, and its shape
+
+
+@functools.cache
+def _grid_of(world: dist.ProcessGroup) -> DeviceMesh:
+    """One mesh a process group: torch caches DTensor specs, which would mix the groups of two equal meshes."""
+    return init_device_mesh("cpu", (2, world.size() // 2), mesh_dim_names=("outer", "inner"))
+
+
+def _grid() -> DeviceMesh:
+    return _grid_of(dist.group.WORLD)
+
+
+def _lay_out(tensor: Tensor, layout: str, grid: DeviceMesh) -> Tensor:
+    """The tensor, the same on all ranks, as the layout has it."""
+    layouts: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "outer": (grid["outer"], [Shard(0)]),
+        "inner": (grid["inner"], [Shard(0)]),
+        "hybrid": (grid, [Replicate(), Shard(0)]),
+        "hybrid_columns": (grid, [Replicate(), Shard(1)]),
+        "both": (grid, [Shard(0), Shard(1)]),
+        "rows_twice": (grid, [Shard(0), Shard(0)]),
+        "replicated": (grid, [Replicate(), Replicate()]),
+    }
+    return tensor if layout == "plain" else distribute_tensor(tensor, *layouts[layout], src_data_rank=None)
+
+
+def _full_gradients(parameters: list[Parameter], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _, shape in parameters
+    ]
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What a rank saw: the returned norm, whole gradients, and the all-reduces that it took."""
+
+    norm: Tensor
+    gradients: list[Tensor | None]
+    all_reduces: int
+
+
+def _clip(
+    parameters: list[Parameter],
+    clip_norm: float,
+    foreach: bool,
+    dtype: torch.dtype,
+    without: tuple[int, ...] = (),
+) -> Clipped:
+    """Runs on every rank; rank 1 has no gradient for the parameters whose index is in `without`."""
+    grid = _grid()
+    module = nn.Module()
+    for index, ((layout, shape), gradient) in enumerate(
+        zip(parameters, _full_gradients(parameters, dtype), strict=True)
+    ):
+        parameter = nn.Parameter(_lay_out(torch.zeros(shape, dtype=dtype), layout, grid))
+        if not (dist.get_rank() == 1 and index in without):
+            parameter.grad = _lay_out(gradient, layout, grid)
+        module.register_parameter(f"p{index}", parameter)
+    with AllReduces() as seen:
+        norm = clip_gradients(module, clip_norm, foreach=foreach)
+    assert seen.others == 0
+    shown = [None if index in without else full(p.grad) for index, p in enumerate(module.parameters())]
+    return Clipped(norm, shown, seen.count)
+
+
+def _expected(parameters: list[Parameter], clip_norm: float) -> tuple[float, list[Tensor]]:
+    """Norm and clipped gradients of one process that holds everything."""
+    plain = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for _, shape in parameters]
+    for parameter, gradient in zip(plain, _full_gradients(parameters), strict=True):
+        parameter.grad = gradient
+    norm = nn.utils.clip_grad_norm_(plain, clip_norm).item()
+    return norm, [parameter.grad for parameter in plain]
+
+
+MIXTURES: dict[str, tuple[list[Parameter], int]] = {
+    "plain": ([("plain", (3, 2)), ("plain", ())], 0),
+    "plain_and_sharded": ([("plain", (4,)), ("outer", (5, 3)), ("plain", (2, 2))], 1),
+    "two_meshes": ([("outer", (5, 3)), ("inner", (3,)), ("outer", (4,)), ("plain", (2,))], 2),
+    "hybrid": ([("hybrid", (3, 5)), ("hybrid_columns", (2, 3)), ("plain", (2,))], 1),
+    "both_dimensions": ([("both", (5, 3)), ("outer", (3,)), ("inner", (4, 2)), ("hybrid", (7,))], 4),
+    "one_dimension_twice": ([("rows_twice", (7, 2)), ("rows_twice", (3,)), ("inner", (1,))], 3),
+    "empty_shards": ([("inner", (1, 4)), ("outer", (1,)), ("rows_twice", (1, 2)), ("both", (1, 1))], 4),
+    "nothing_but_empty": ([("inner", (0, 4)), ("outer", (3,))], 2),
+    "replicated": ([("replicated", (4, 2)), ("plain", (3,))], 0),
+    "everything": (
+        [
+            (layout, (3, 2))
+            for layout in ("plain", "outer", "inner", "hybrid", "both", "rows_twice", "replicated")
+        ],
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("clip_norm", [0.5, 1e3])
+@pytest.mark.parametrize(("parameters", "all_reduces"), MIXTURES.values(), ids=MIXTURES)
+def test_mixtures(
+    pool4: RankPool, parameters: list[Parameter], all_reduces: int, clip_norm: float, foreach: bool
+) -> None:
+    """Norm and gradients are those of one process; one all-reduce for each way of sharding and each of its groups."""
+    norm, gradients = _expected(parameters, clip_norm)
+    assert (norm > clip_norm) == (clip_norm == 0.5)
+    for clipped in pool4.run(_clip, parameters, clip_norm, foreach, torch.float64):
+        assert clipped.norm.dtype == torch.float64
+        assert clipped.norm.item() == pytest.approx(norm, rel=TOLERANCE)
+        assert clipped.all_reduces == all_reduces
+        for gradient, expected in zip(clipped.gradients, gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=TOLERANCE, atol=0.0)
+
+
+@pytest.mark.parametrize("without", [(1,), (0, 1, 2)])
+def test_gradients_missing_on_one_rank(pool2: RankPool, without: tuple[int, ...]) -> None:
+    """Ranks stay in step, and return the same norm to the last bit: that of the shards that have a gradient."""
+    parameters: list[Parameter] = [("outer", (3, 2)), ("outer", (5,)), ("outer", (4, 2))]
+    gradients = _full_gradients(parameters)
+    held = [
+        gradient.chunk(2)[0] if index in without else gradient  # rank 0 holds the first of two chunks
+        for index, gradient in enumerate(gradients)
+    ]
+    expected = torch.cat([gradient.flatten() for gradient in held]).norm().item()
+    first, second = pool2.run(_clip, parameters, 0.5, True, torch.float64, without)
+    assert first.all_reduces == second.all_reduces == 1
+    assert first.norm.item() == pytest.approx(expected, rel=TOLERANCE)
+    assert (second.norm.dtype, second.norm.item()) == (first.norm.dtype, first.norm.item())
+
+
+def _clip_sums_to_be_reduced() -> tuple[float, list[Tensor]]:
+    """A replicated parameter whose gradient is still a partial sum on every rank, beside a sharded one."""
+    grid = _grid()
+    parameters = [
+        nn.Parameter(_lay_out(torch.zeros(4).double(), layout, grid)) for layout in ("replicated", "outer")
+    ]
+    partial = torch.arange(4.0).double() * (1 + dist.get_rank())
+    parameters[0].grad = DTensor.from_local(partial, grid, [Partial(), Replicate()])
+    parameters[1].grad = _lay_out(torch.ones(4).double(), "outer", grid)
+    norm = clip_gradients(parameters, 1.0)
+    return norm.item(), [full(parameter.grad) for parameter in parameters]
+
+
+def test_sums_to_be_reduced(pool2: RankPool) -> None:
+    """The sum is completed before it is squared."""
+    whole = [3 * torch.arange(4.0).double(), torch.ones(4).double()]
+    norm = torch.cat(whole).norm().item()
+    for returned, gradients in pool2.run(_clip_sums_to_be_reduced):
+        assert returned == pytest.approx(norm, rel=TOLERANCE)
+        for gradient, expected in zip(gradients, whole, strict=True):
+            torch.testing.assert_close(gradient, expected / (norm + 1e-6), rtol=TOLERANCE, atol=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.gradients.whole_tensors import OPTION, WholeSteps, is_stepped_whole
+from tests.checkpoint.checkpoints import resume, save, uninterrupted
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, assert_exact, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer, warnings_of
 
 # --- Optimizers that look at a whole tensor: on a part, they compute something else -----------------------------------
 
@@ -162,7 +162,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor parallel": (4, {"tensor_parallel_size": 2}),
 }
 BY_DEFAULT = [("fsdp2", "whole"), ("fsdp2", "shards"), ("tensor parallel", "whole")]
-OF_STEP = {"whole": ["muon", "shampoo", "adafactor", "by loss"], "shards": ["muon", "adafactor", "coupled"]}
+OF_STEP = {"whole": ["muon", "shampoo", "by loss"], "shards": ["muon", "adafactor", "coupled"]}
 """Owners would each find a step size of their own for "coupled", which is refused."""
 
 
@@ -368,11 +368,8 @@ def _advice(kinds: list[str]) -> list[list[str]]:
     """Runs on every rank: what is said of each kind on shards."""
     found = []
     for kind in kinds:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(AutomodelStrategy(optimizer_step="shards")).fit(WholeModule(kind), loader())
-        messages = [str(warning.message) for warning in caught]
-        found.append([message for message in messages if "optimizer_step='whole'" in message])
+        trainer = make_trainer(AutomodelStrategy(optimizer_step="shards"))
+        found.append(warnings_of("optimizer_step='whole'", trainer.fit, WholeModule(kind), loader()))
     return found
 
 
@@ -444,40 +441,6 @@ def test_a_group_that_comes_later(pool2: RankPool) -> None:
     assert_exact(pool2.run(_grow), prefixed(full_weights(model)))
 
 
-def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    """Weights of a run that is not stopped, of which a checkpoint is saved half-way."""
-    for epochs in (1, 2):
-        module = WholeModule("shampoo")
-        trainer = make_trainer(
-            AutomodelStrategy(**options),
-            precision="64-true",
-            accumulate_grad_batches=ACCUMULATE,
-            max_epochs=epochs,
-        )
-        trainer.fit(module, loader())
-        if epochs == 1:
-            trainer.save_checkpoint(path)
-    return full_weights(module)
-
-
-def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    module = WholeModule("shampoo")
-    trainer = make_trainer(
-        AutomodelStrategy(**options),
-        precision="64-true",
-        accumulate_grad_batches=ACCUMULATE * 2 // dist.get_world_size(),
-        max_epochs=2,
-    )
-    batches = micro_batches(CASE)[dist.get_rank()] if dist.get_world_size() == 2 else _batches_of_both()
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)
-    return full_weights(module)
-
-
-def _batches_of_both() -> list[dict[str, Tensor]]:
-    """The micro-batches of two ranks for one that has windows twice as long: the last window of an epoch is short."""
-    return [batch for pair in zip(*micro_batches(CASE), strict=True) for batch in pair]
-
-
 WHOLE = {"optimizer_step": "whole"}
 RESUMED = {
     "owners": (2, WHOLE),
@@ -496,10 +459,12 @@ def test_states_of_owners_are_saved(
 ) -> None:
     """Nested, late and of other shapes: into shards (bit for bit), replicas and one rank, and back."""
     path = tmp_path / "last.ckpt"
-    expected = pool2.run(_save, saved[1], str(path))[0]
+    made = (WholeModule, ("shampoo",))
+    expected = pool2.run(uninterrupted, saved[1], *made)[0]
+    pool2.run(save, saved[1], str(path), *made)
     for name, (num_ranks, options) in RESUMED.items():
         pool = {1: pool1, 2: pool2}[num_ranks]
-        for weights in pool.run(_resume, options, str(path)):
+        for weights in pool.run(resume, options, str(path), *made):
             error = weight_error(weights, expected)
             assert error == 0 if options == saved[1] and num_ranks == 2 else error <= TOLERANCE, name
     if path.is_dir():

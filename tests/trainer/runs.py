@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -114,6 +115,14 @@ def refusal(trainer: Trainer, module: LightningModule, batches: DataLoader) -> s
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def warnings_of(part: str, call: Callable[..., Any], *args: Any) -> list[str]:
+    """Call; the texts of the warnings that hold ``part``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args)
+    return [str(each.message) for each in caught if part in str(each.message)]
 
 
 def loader(case: Case = CASE) -> DataLoader:
