@@ -104,19 +104,28 @@ class Draws(DecoderModule):
 
 
 class EvaluatesByHand(OneByHand):
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.loss(batch, "mean")
+    """Has nothing to refuse in training."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        pass
 
 
-def refused(make: type[DecoderModule], sentence: str, **options: Any) -> Refused:
+def refused(
+    make: type[DecoderModule], sentence: str, validates_first: bool = False, **options: Any
+) -> Refused:
     """On slices."""
     return Refused(
-        lambda: make(Run()), (sentence,), lambda: [BATCH], {"context_parallel_size": 2, **options}
+        lambda: make(Run()),
+        (sentence,),
+        lambda: [BATCH],
+        {"context_parallel_size": 2, **options},
+        validates_first=validates_first,
     )
 
 
 REFUSED = {
     "one layer by hand": refused(OneByHand, LAYER),
+    "in evaluation alone": refused(EvaluatesByHand, LAYER, validates_first=True),
     "other positions": refused(CountsFromZero, "gives something else on slices"),
     "pooled": refused(Pools, "gives something else on slices"),
     "random": refused(Draws, "(Or it draws random numbers in evaluation mode"),
@@ -128,20 +137,6 @@ REFUSED = {
 
 def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
     check_refused(pool2, __name__)
-
-
-def evaluate_by_hand() -> str:
-    """Runs on every rank: what validation alone raises."""
-    with pytest.raises(RuntimeError, match="on slices of sequences") as raised:
-        make_trainer(AutomodelStrategy(context_parallel_size=2)).validate(
-            EvaluatesByHand(Run()), DataLoader([BATCH], batch_size=None), verbose=False
-        )
-    return str(raised.value)
-
-
-def test_evaluation_alone_is_checked(pool2: RankPool) -> None:
-    for message in pool2.run(evaluate_by_hand):
-        assert LAYER in message
 
 
 class Remembers(DecoderModule):

@@ -19,7 +19,7 @@ from tests.trainer.exactness import VOCABULARY, Batch, full_weights, weight_erro
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import TOLERANCE, first_by_default, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 CONTEXT = 2
 ACCUMULATE = 2
@@ -42,13 +42,28 @@ def mistral() -> nn.Module:
     return filled(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=3)))
 
 
+def mixture(kind: str) -> nn.Module:
+    """Which expert gets a position, and whether any gets one, depends on the positions of a slice."""
+    model = make_mixture(kind)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": tied_llama,
     "qwen3": qwen3,
     "mistral": mistral,
     "gpt2": untied_gpt2,
+    "qwen3 moe": functools.partial(mixture, "Qwen3Moe"),
+    "mixtral": functools.partial(mixture, "Mixtral"),
 }
-KINDS = ("plain", "left", "right", "packed")
+CASES = {
+    f"{model}, {kind}": (model, kind) for model in MODELS for kind in ("plain", "left", "right", "packed")
+}
+DEFAULT = (
+    *("qwen3, left", "qwen3, packed"),
+    *("qwen3 moe, plain", "qwen3 moe, left", "qwen3 moe, right", "mixtral, plain"),
+)
 
 
 @functools.cache
@@ -103,43 +118,17 @@ def fit(make_model: Callable[[], nn.Module], kind: str) -> tuple[dict[str, Tenso
     return full_weights(module.model), [config._attn_implementation, config.use_cache]
 
 
-def check(pool: RankPool, model: str, kind: str) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", by_default(CASES, *DEFAULT))
+def test_as_one_process(pool2: RankPool, case: tuple[str, str]) -> None:
+    """Layers with and without a window, and mixtures of experts."""
+    model, kind = case
     plain = MODELS[model]()
     found = [plain.config._attn_implementation, plain.config.use_cache]
     expected = train_plainly(plain, kind)
-    for weights, left in pool.run(fit, MODELS[model], kind):
+    for weights, left in pool2.run(fit, MODELS[model], kind):
         assert weight_error(weights, expected) <= TOLERANCE
         assert left == found
-
-
-@pytest.mark.parametrize("kind", ["left", "packed"])
-def test_layers_with_and_without_a_window(pool2: RankPool, kind: str) -> None:
-    check(pool2, "qwen3", kind)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", MODELS)
-def test_all_models(pool2: RankPool, model: str, kind: str) -> None:
-    check(pool2, model, kind)
-
-
-def mixture(kind: str) -> nn.Module:
-    """Which expert gets a position, and whether any gets one, depends on the positions of a slice."""
-    model = make_mixture(kind)
-    model.config._attn_implementation = "sdpa"
-    return model
-
-
-MODELS["qwen3 moe"] = functools.partial(mixture, "Qwen3Moe")
-MODELS["mixtral"] = functools.partial(mixture, "Mixtral")
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("kind", first_by_default(KINDS, 3))
-@pytest.mark.parametrize("model", ["qwen3 moe", "mixtral"])
-def test_mixtures_of_experts(pool2: RankPool, model: str, kind: str) -> None:
-    check(pool2, model, kind)
 
 
 class LeavesOut(OwnLoss):

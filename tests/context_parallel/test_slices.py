@@ -57,13 +57,8 @@ def test_padding() -> None:
     padding = {
         key: first[key][:, 2:].unique().tolist() for key in (*batch, "position_ids") if key not in OTHERS
     }
-    assert padding == {
-        "input_ids": [0],
-        "labels": [IGNORED],
-        "types": [0],
-        "attention_mask": [0],
-        "position_ids": [0],
-    }
+    of_zeros = ("input_ids", "types", "attention_mask", "position_ids")
+    assert padding == {"labels": [IGNORED]} | {key: [0] for key in of_zeros}
 
 
 def test_entries_of_another_shape_are_unchanged() -> None:
@@ -111,23 +106,18 @@ def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "message"),
+    ("batch", "message"),
     [
-        ([torch.zeros(2, 4)], ValueError, "got list"),
-        ({"tokens": torch.zeros(2, 4)}, ValueError, "got \\['tokens'\\]"),
-        (
-            {"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)},
-            ValueError,
-            "input_ids have 4 positions",
-        ),
-        ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, ValueError, "has the shape \\[\\]"),
+        ([torch.zeros(2, 4)], "got list"),
+        ({"tokens": torch.zeros(2, 4)}, "got \\['tokens'\\]"),
+        ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, "input_ids have 4 positions"),
+        ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, "has the shape \\[\\]"),
         (
             {"input_ids": torch.zeros(2, 4), "attention_mask": torch.zeros(2, 1, 4, 4)},
-            ValueError,
             "\\[2, 1, 4, 4\\]",
         ),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(batch: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_sliced_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         slices_of(batch, 2)

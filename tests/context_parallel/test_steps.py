@@ -31,7 +31,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
 PLAN = {
     **{f"blocks.*.{name}": ColwiseParallel() for name in ("query", "key", "value")},
@@ -290,20 +290,6 @@ def fit(
     }
 
 
-def check(pool: RankPool, run: Run) -> None:
-    weights, loss, count = train_plainly(run)
-    last_window = (run.num_batches - 1) % run.accumulation + 1
-    for trained, report in pool.run(fit, run):
-        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
-        assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
-        assert report["num_micro_batches"] == last_window * run.num_ranks
-        assert (
-            math.isnan(report["loss"])
-            if count == 0
-            else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
-        )
-
-
 LAYOUTS = (
     *(("fsdp2", 1, 2, 1), ("fsdp2", 2, 2, 1), ("fsdp2", 1, 4, 1), ("fsdp2", 1, 2, 2)),
     *(("hsdp", 2, 2, 1), ("ddp", 1, 2, 1), ("ddp", 2, 2, 1)),
@@ -333,23 +319,31 @@ def draw_run(seed: int) -> Run:
     return Run(seed=seed, layout=layout, num_ranks=num_ranks, context=context, tensor=tensor, **drawn)
 
 
-def test_two_ranks(pool2: RankPool) -> None:
-    """Slices without any label among them."""
-    check(pool2, Run(gap="micro_batches", clipping="norm"))
+RUNS = {
+    "slices without a label": Run(gap="micro_batches", clipping="norm"),
+    # An entry of the shape of the tokens is sliced, and its sum is a count.
+    "weights of labels": Run(told="weights", gap="micro_batches", num_batches=3),
+    # Shards over data-parallel ranks and context peers; labels that are shifted across slices; padding.
+    "two by two": Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True),
+    "ddp": Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"),
+}
+DRAWN = {str(seed): draw_run(seed) for seed in range(84)}
 
 
-def test_weights_of_labels(pool2: RankPool) -> None:
-    """An entry of the shape of the tokens is sliced, and its sum is a count."""
-    check(pool2, Run(told="weights", gap="micro_batches", num_batches=3))
-
-
-def test_two_by_two(pool4: RankPool) -> None:
-    """Shards over data-parallel ranks and context peers; labels that are shifted across slices; padding."""
-    check(pool4, Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True))
-
-
-def test_ddp(pool4: RankPool) -> None:
-    check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
+@pytest.mark.parametrize("run", by_default(RUNS | DRAWN, *RUNS))
+def test_as_one_process(request: pytest.FixtureRequest, run: Run) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{run.num_ranks * run.context * run.tensor}")
+    weights, loss, count = train_plainly(run)
+    last_window = (run.num_batches - 1) % run.accumulation + 1
+    for trained, report in pool.run(fit, run):
+        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
+        assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
+        assert report["num_micro_batches"] == last_window * run.num_ranks
+        assert (
+            math.isnan(report["loss"])
+            if count == 0
+            else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        )
 
 
 def describe() -> tuple[dict[str, Any], list[int]]:
@@ -574,10 +568,3 @@ def test_loss_in_chunks(pool4: RankPool, layout: str) -> None:
         assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
         assert report["num_label_tokens"] == count
         assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(84))
-def test_random_runs(request: pytest.FixtureRequest, seed: int) -> None:
-    run = draw_run(seed)
-    check(request.getfixturevalue(f"pool{run.num_ranks * run.context * run.tensor}"), run)

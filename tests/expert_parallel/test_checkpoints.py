@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import adamw, fit, save, uninterrupted
+from tests.checkpoint.checkpoints import adamw, resume, save, uninterrupted
 from tests.expert_parallel.mixtures import MixtureDecoder, SpreadModule, error
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights
 from tests.trainer.runs import TOLERANCE
 
-TWO: dict[str, Any] = {"expert_parallel_size": 2}
-FOUR: dict[str, Any] = {"expert_parallel_size": 4}
-REPLICAS: dict[str, Any] = {**TWO, "data_parallel_replicate_size": 2}
-NONE: dict[str, Any] = {}
 ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
-LAYOUTS = {"two": TWO, "four": FOUR, "replicas": REPLICAS, "none": NONE}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two": {"expert_parallel_size": 2},
+    "four": {"expert_parallel_size": 4},
+    "replicas": {"expert_parallel_size": 2, "data_parallel_replicate_size": 2},
+    "none": {},
+}
 
 
 class AdamMixture(SpreadModule):
@@ -41,22 +41,10 @@ class AdamMixture(SpreadModule):
         return adamw(self)
 
 
-def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return save(options, path, AdamMixture)
-
-
-def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return full_weights(fit(options, AdamMixture(is_loaded=True), ckpt_path=path, max_epochs=2)[1].model)
-
-
-def _uninterrupted(options: dict[str, Any]) -> dict[str, Tensor]:
-    return uninterrupted(options, AdamMixture)
-
-
 @pytest.fixture(scope="module")
 def expected(pool4: RankPool) -> dict[str, Tensor]:
     """Weights after two epochs without a stop, without expert parallelism."""
-    return pool4.run(_uninterrupted, NONE)[0]
+    return pool4.run(uninterrupted, {}, AdamMixture)[0]
 
 
 @pytest.mark.every_case
@@ -79,8 +67,8 @@ def test_another_layout(
 ) -> None:
     """Consolidated, it is one file with whole experts."""
     path = tmp_path / "saved.ckpt"
-    saved = pool4.run(_save, {**LAYOUTS[saving], **form}, str(path))[0]
-    for weights in pool4.run(_resume, {**LAYOUTS[resuming], **form}, str(path)):
+    saved = pool4.run(save, {**LAYOUTS[saving], **form}, str(path), AdamMixture)[0]
+    for weights in pool4.run(resume, {**LAYOUTS[resuming], **form}, str(path), AdamMixture, (True,)):
         assert error(weights, expected) <= TOLERANCE
         assert error(weights, saved) > 1e-6, "nothing was trained"
     if path.is_dir():

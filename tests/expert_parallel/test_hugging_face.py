@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.sharding import tensor_parallel
 from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
+from tests.trainer.hugging_face import filled
 from tests.trainer.plain import fill, sgd, windows
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import by_default, make_trainer
@@ -79,14 +83,11 @@ class Mixture(LightningModule):
         return sgd(self)
 
 
-class Grouped(LightningModule):
+class Grouped(Mixture):
     """In float32 or less, with one matrix product for all experts: transformers' default."""
 
-    training_step = Mixture.training_step
-    configure_optimizers = Mixture.configure_optimizers
-
     def __init__(self, kind: str) -> None:
-        super().__init__()
+        super().__init__(kind)
         self.model = make_model(kind, "grouped_mm").float()
 
 
@@ -261,3 +262,53 @@ def test_tensor_parallelism_of_experts_names_the_option_for_experts() -> None:
         ValueError, match="asks for moe_tp_experts, packed_colwise, which this strategy cannot carry out"
     ):
         tensor_parallel._apply_plan(make_model("Qwen3Moe"), mesh)
+
+
+# --- Adapters, and exports --------------------------------------------------------------------------------------------
+
+
+def adapted(**where: Any) -> nn.Module:
+    """A frozen mixture of experts with adapters of rank 2."""
+    model = get_peft_model(make_model("Qwen3Moe"), LoraConfig(r=2, lora_alpha=4, **where))
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return filled(model, only=trainable)
+
+
+class Adapted(Mixture):
+    """Trains adapters alone."""
+
+    def __init__(self, kind: str, **where: Any) -> None:
+        super().__init__(kind)
+        self.model = adapted(**where)
+
+
+def test_adapters_of_attention(pool4: RankPool) -> None:
+    """The frozen experts are spread, and pass gradients on."""
+    where = {"target_modules": ["q_proj", "v_proj"]}
+    make = partial(Adapted, **where)
+    (expected, _), *_ = pool4.run(fit, "Qwen3Moe", {}, make)
+    for weights, _ in pool4.run(fit, "Qwen3Moe", OPTIONS["four ranks"], make):
+        assert error(weights, expected) <= ROUNDING
+    start = full_weights(adapted(**where))
+    assert {name.rsplit(".", 3)[1] for name in expected if not expected[name].equal(start[name])} == {
+        "lora_A",
+        "lora_B",
+    }
+
+
+def test_adapters_of_experts(pool4: RankPool) -> None:
+    """PEFT wraps the experts, whose weights then have other names than the plan's."""
+    make = partial(Adapted, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(RankError, match="an adapter may have wrapped it"):
+        pool4.run(fit, "Qwen3Moe", OPTIONS["four ranks"], make)
+
+
+def test_exports(pool4: RankPool, tmp_path: Path) -> None:
+    """Files with whole experts, under the names of the hub, which `from_pretrained` reads."""
+    from transformers import AutoModelForCausalLM
+
+    callbacks = [ModelExport(str(tmp_path / "live"))]
+    weights, _ = pool4.run(fit, "Qwen3Moe", OPTIONS["four ranks"], callbacks=callbacks)[0]
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "live").named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(found[name].equal(weight) for name, weight in weights.items())

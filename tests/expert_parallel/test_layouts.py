@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_automodel import ExactnessCheck
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
@@ -33,7 +34,7 @@ from tests.expert_parallel.mixtures import (
     local,
 )
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import VOCABULARY
+from tests.trainer.exactness import VOCABULARY, full_weights
 from tests.trainer.plain import fill, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
@@ -58,11 +59,15 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "counted ahead": {"count_window_ahead": True},
     "offloaded": {"cpu_offload": True},
+    "units of experts": {"auto_wrap_policy": {Experts}},
+    "units of experts, recomputed": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
+    "one unit": {"auto_wrap_policy": set()},
+    "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
 }
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("options", by_default(MODES, "kept", "hsdp, all-reduce"))
+@pytest.mark.parametrize("options", by_default(MODES, "kept", "hsdp, all-reduce", "units of experts"))
 def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
     """Also the norm of all gradients, which clipping uses."""
     norms: list[Tensor] = []
@@ -75,7 +80,7 @@ def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
 
 
 class ClippedByTorch(SpreadModule):
-    """Clips as in a plain loop, over the gradients of two meshes."""
+    """Clips as in a plain loop, over the gradients of two meshes; shards of six experts are uneven."""
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), CLIP)
@@ -93,10 +98,9 @@ def test_clipped_by_torch(pool4: RankPool) -> None:
         assert error(found.weights, clipped) <= TOLERANCE
 
 
-@pytest.mark.parametrize("number", [2, 6])
-def test_uneven_shards(pool4: RankPool, number: int) -> None:
-    expected = plain_weights(MixtureDecoder(number), ACCUMULATE, CASE)
-    assert error(pool4.run(fit, {}, number=number)[0].weights, expected) <= TOLERANCE
+def test_empty_shards(pool4: RankPool) -> None:
+    expected = plain_weights(MixtureDecoder(2), ACCUMULATE, CASE)
+    assert error(pool4.run(fit, {}, number=2)[0].weights, expected) <= TOLERANCE
 
 
 # --- Beside other layouts ---------------------------------------------------------------------------------------------
@@ -265,21 +269,6 @@ def test_initialised_from_the_meta_device(pool4: RankPool) -> None:
         assert error(found.weights, expected) <= TOLERANCE
 
 
-UNITS: dict[str, dict[str, Any]] = {
-    "experts": {"auto_wrap_policy": {Experts}},
-    "experts in recomputed blocks": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
-    "one": {"auto_wrap_policy": set()},
-    "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
-}
-
-
-@pytest.mark.parametrize("options", by_default(UNITS, "experts"))
-def test_units(pool4: RankPool, options: dict[str, Any]) -> None:
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, options):
-        assert error(found.weights, expected) <= TOLERANCE
-
-
 # --- Units of the user ------------------------------------------------------------------------------------------------
 
 
@@ -320,3 +309,56 @@ def test_wrong_units_of_the_user(pool4: RankPool) -> None:
     message = r"model\.blocks\.0 \(Mixture\) averages its gradients over 2 ranks, but 4 hold different data"
     with pytest.raises(RankError, match=message):
         pool4.run(fit, {}, UnitsOfBoth)
+
+
+# --- Callbacks and hooks ----------------------------------------------------------------------------------------------
+
+
+class Grouped(SpreadModule):
+    """Keeps a process group on the module, which no copy of it can have."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.group = self.device_mesh["expert_parallel"].get_group()
+
+    def __init__(self, model: MixtureDecoder) -> None:
+        super().__init__(model)
+        self.group = None
+
+
+def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
+    check = ExactnessCheck(steps=1)
+    fit(options, Grouped, callbacks=[check], accumulate=1, max_steps=2)
+    return check.verdict, check.report
+
+
+def test_exactness_check(pool4: RankPool) -> None:
+    """Rank 0 replays with all experts, by the module before `configure_model`."""
+    for verdict, report in pool4.run(_checked, {}):
+        assert verdict == "exact", report
+
+
+class LoadsWhole(SpreadModule):
+    """Loads whole tensors into the sharded module before the first step."""
+
+    def on_fit_start(self) -> None:
+        self.model.load_state_dict(_scaled().state_dict())
+        self.loaded = full_weights(self.model)
+
+    def on_train_start(self) -> None:
+        expected = _scaled().state_dict()
+        assert all(weight.cpu().equal(expected[name]) for name, weight in self.loaded.items())
+
+
+def _scaled() -> MixtureDecoder:
+    model = MixtureDecoder()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+def test_whole_states(pool4: RankPool) -> None:
+    expected = plain_weights(_scaled(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, {}, LoadsWhole):
+        assert error(found.weights, expected) <= TOLERANCE
