@@ -32,16 +32,6 @@ def test_barrier_names_the_hook_and_who_is_missing(pool2: RankPool) -> None:
     assert " ('pre_setup') for ranks 1: stopped, dead, cut off, or" in message
 
 
-def _barrier() -> bool:
-    named_barrier("pre_setup", SHORT)
-    return True
-
-
-def test_barrier_that_all_reach(pool2: RankPool) -> None:
-    """The negative."""
-    assert pool2.run(_barrier) == [True, True]
-
-
 def test_barrier_without_a_group() -> None:
     """There is nobody to wait for."""
     named_barrier("pre_setup", SHORT)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
-from tests.distributed.interleavings import Record, contradictions, draw, follow
 from tests.distributed.launched import Launched, place
 from tests.processes import free_port
 from tests.rank_pool import RankPool
@@ -67,29 +68,6 @@ def outcome_of(
 
 
 # --- Who goes first ---------------------------------------------------------------------------------------------------
-
-
-def fill_cache(folder: str, scope: Scope) -> tuple[bool, bool]:
-    """Whether this rank went first, and whether it did the work: it is done once for each cache that is seen."""
-    rank = play_two_nodes()
-    cache = Path(folder, "shared" if scope == "global" else f"node{rank // 2}")
-    with FirstRankPerNode(scope=scope) as is_first:
-        did_work = not cache.exists()
-        if did_work:
-            time.sleep(0.05)
-            cache.touch()
-    return is_first, did_work
-
-
-@pytest.mark.parametrize(("scope", "workers"), [("node", [0, 2]), ("global", [0])])
-def test_work_is_done_once_for_each_cache(
-    pool4: RankPool, tmp_path: Path, scope: Scope, workers: list[int]
-) -> None:
-    """Twice on two nodes with their own disks, once on a shared file system; the second time by nobody."""
-    results = pool4.run(fill_cache, str(tmp_path), scope)
-    assert [rank for rank, (is_first, _) in enumerate(results) if is_first] == workers
-    assert [rank for rank, (_, did_work) in enumerate(results) if did_work] == workers
-    assert not any(did_work for _, did_work in pool4.run(fill_cache, str(tmp_path), scope))
 
 
 def nested() -> list[bool]:
@@ -138,33 +116,12 @@ def test_subgroups(pool4: RankPool) -> None:
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def fail_on(failing_rank: int, scope: Scope, error: BaseException) -> tuple[bool, tuple[str, str] | None]:
-    rank = play_two_nodes()
-    return outcome_of(scope=scope, fails=error if rank == failing_rank else None)
-
-
-@pytest.mark.parametrize(
-    ("failing_rank", "scope", "not_run"),
-    [(0, "node", [1]), (0, "global", [1, 2, 3])],
-)
-def test_failure_reaches_every_rank(
-    pool4: RankPool, failing_rank: int, scope: Scope, not_run: list[int]
-) -> None:
-    """With rank, host, type and message; who waits for the failing rank does not run the block."""
-    results = pool4.run(fail_on, failing_rank, scope, OSError("disk full"))
-    assert results.pop(failing_rank) == (True, ("OSError", "disk full"))
-    host = socket.gethostname()
-    message = (
-        f"rank {failing_rank} on {host} failed in FirstRankPerNode(scope={scope!r}): OSError: disk full"
-    )
-    assert [error for _, error in results] == [("RankFailedError", message)] * 3
-    others = [rank for rank in range(4) if rank != failing_rank]
-    assert not any(ran for rank, (ran, _) in zip(others, results, strict=True) if rank in not_run)
-    assert pool4.run(fail_on, -1, scope, OSError()) == [(True, None)] * 4
+def leave_the_program_on_rank_0() -> tuple[bool, tuple[str, str] | None]:
+    return outcome_of(scope="global", fails=KeyboardInterrupt() if dist.get_rank() == 0 else None)
 
 
 def test_leaving_the_program_is_a_failure(pool2: RankPool) -> None:
-    own, (_, told) = pool2.run(fail_on, 0, "global", KeyboardInterrupt())
+    own, (_, told) = pool2.run(leave_the_program_on_rank_0)
     assert own == (True, describe(KeyboardInterrupt()))
     assert told is not None
     assert told[1].endswith("was interrupted in FirstRankPerNode(scope='global')")
@@ -185,6 +142,98 @@ def test_wrong_environment_of_one_rank_reaches_every_rank(pool4: RankPool) -> No
     )
 
 
+# --- Random plans, which all ranks know: what ranks do in blocks, and what they may then observe ----------------------
+
+NUM_RANKS = 4
+RANKS_PER_NODE = 2
+LONGEST_DELAY_S = 0.003
+
+
+class PlannedError(Exception):
+    """What a plan says that a rank raises."""
+
+
+@dataclass
+class Plan:
+    """A block: who goes first, and for each rank how long it waits before and inside, and whether it fails."""
+
+    name: str
+    scope: Scope
+    delays_s: list[float]
+    fails: set[int]
+
+    def first_rank(self, rank: int) -> int:
+        return 0 if self.scope == "global" else rank - rank % RANKS_PER_NODE
+
+
+@dataclass
+class Record:
+    """What one rank did: when it ran the block, whether as the first, and the error that it left with."""
+
+    started_at: float | None = None
+    ended_at: float | None = None
+    went_first: bool = False
+    left_with: tuple[int, str] | None = None
+
+
+def draw(seed: int) -> Plan:
+    """A plan; some have no failure."""
+    source = random.Random(seed)
+    failure_rate = source.choice([0.0, 0.1, 0.3])
+    return Plan(
+        name=str(seed),
+        scope=source.choice(["node", "global"]),
+        delays_s=[
+            source.random() * LONGEST_DELAY_S if source.random() < 0.5 else 0.0 for _ in range(NUM_RANKS)
+        ],
+        fails={rank for rank in range(NUM_RANKS) if source.random() < failure_rate},
+    )
+
+
+def follow(plan: Plan, rank: int) -> Record:
+    """Do what the plan says on this rank."""
+    record = Record()
+    try:
+        time.sleep(plan.delays_s[rank])
+        with FirstRankPerNode(scope=plan.scope) as record.went_first:
+            record.started_at = time.monotonic()
+            time.sleep(plan.delays_s[-1 - rank])
+            if rank in plan.fails:
+                raise PlannedError(f"rank {rank}")
+            record.ended_at = time.monotonic()
+    except PlannedError as error:
+        record.left_with = (rank, str(error))
+    except RankFailedError as error:
+        record.left_with = (error.failure.rank, error.failure.message)
+    return record
+
+
+def contradictions(plan: Plan, records: list[Record]) -> list[str]:
+    """What is wrong with the records of all ranks; empty if nothing is."""
+    planned = {(rank, f"rank {rank}") for rank in plan.fails}
+    wrong = []
+    for rank, record in enumerate(records):
+        first = plan.first_rank(rank)
+        if (record.left_with is not None) != bool(plan.fails):
+            wrong.append(f"rank {rank} left with {record.left_with}, but {sorted(plan.fails)} fail")
+        if record.left_with is not None and record.left_with not in planned:
+            wrong.append(f"rank {rank} left with {record.left_with}, which nobody raised")
+        if record.started_at is None:
+            if not plan.fails:
+                wrong.append(f"rank {rank} did not run, and should")
+            continue
+        if rank in plan.fails and record.left_with != (rank, f"rank {rank}"):
+            wrong.append(f"rank {rank} left with {record.left_with}, and not with its own error")
+        if first != rank and first in plan.fails:
+            wrong.append(f"rank {rank} ran, though rank {first} failed before")
+        if record.went_first != (rank == first):
+            wrong.append(f"rank {rank} took itself for {'the' if rank != first else 'not the'} first")
+        first_ended_at = records[first].ended_at
+        if rank != first and (first_ended_at is None or record.started_at < first_ended_at):
+            wrong.append(f"rank {rank} ran before rank {first} had ended")
+    return wrong
+
+
 def follow_plans(seeds: range, folder: str) -> list[Record]:
     join_over_files(folder)
     rank = play_two_nodes()
@@ -193,7 +242,7 @@ def follow_plans(seeds: range, folder: str) -> list[Record]:
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 500), marks=pytest.mark.sweep)])
 def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> None:
-    """Many plans of delays and exceptions: no deadlock, no lost error, no wrong order."""
+    """Many plans of delays and exceptions: no deadlock, no lost error, no wrong order, and the right one first."""
     by_rank = pool4.run(follow_plans, seeds, str(tmp_path), timeout_s=300)
     plans = [draw(seed) for seed in seeds]
     wrong = {}

@@ -61,7 +61,7 @@ def _host_store() -> dist.TCPStore:
 
 
 def _join_and_sum(
-    delay_s: float = 0.0, backend: str = "gloo", timeout: timedelta = TIMEOUT, **arguments: Any
+    arguments: dict[str, Any], delay_s: float = 0.0, backend: str = "gloo", timeout: timedelta = TIMEOUT
 ) -> tuple[DistInfo, float]:
     """Join after a while, add up the ranks and leave."""
     time.sleep(delay_s)
@@ -73,16 +73,10 @@ def _join_and_sum(
     return info, total.item()
 
 
-def _join_by(
-    arguments: dict[str, Any], delay_s: float = 0.0, backend: str = "gloo"
-) -> tuple[DistInfo, float]:
-    return _join_and_sum(delay_s, backend, **arguments)
-
-
 def _wait_briefly(arguments: dict[str, Any], all_started: Barrier) -> tuple[DistInfo, float]:
     """Join with the others of the case, whose start may take long on a loaded machine."""
     all_started.wait(PATIENCE_S)
-    return _join_and_sum(timeout=BRIEF, **arguments)
+    return _join_and_sum(arguments, timeout=BRIEF)
 
 
 def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
@@ -106,24 +100,15 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
     store = _host_store()
-    port = free_port()
+    ports = {"environment": free_port(), "launcher": store.port}
+    methods = {"tcp": f"tcp://{LOOPBACK}:{free_port()}", "file": f"file://{tmp_path}/meet"}
     ranks = []
     for rank in range(3):
-        by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}
-        delay_s = 0.2 * (rank == 1)
-        if way == "environment":
-            ranks.append(Launched(_join_by, {}, delay_s, **place(port, rank, 3)))
-        elif way == "tcp":
-            ranks.append(
-                Launched(_join_by, by_argument | {"init_method": f"tcp://{LOOPBACK}:{port}"}, delay_s)
-            )
-        elif way == "file":
-            ranks.append(
-                Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s)
-            )
-        else:
-            agent = place(store.port, rank, 3) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            ranks.append(Launched(_join_by, {}, delay_s, **agent))
+        arguments = {"rank": rank, "world_size": 3, "init_method": methods[way]} if way in methods else {}
+        environment = {} if way in methods else place(ports[way], rank, 3)
+        if way == "launcher":
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        ranks.append(Launched(_join_and_sum, arguments, 0.2 * (rank == 1), **environment))
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", "", ""]
     cpu = torch.device("cpu")
@@ -143,7 +128,7 @@ def _fail_then_join() -> tuple[str, float]:
             initialize_distributed("gloo", timedelta(seconds=0.3))
         except RuntimeError as exception:
             error = str(exception)
-    return error, _join_and_sum(delay_s=0.8 * int(os.environ["RANK"]))[1]
+    return error, _join_and_sum({}, 0.8 * int(os.environ["RANK"]))[1]
 
 
 def test_a_store_serves_another_try_after_a_failed_one() -> None:
@@ -279,10 +264,10 @@ def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> It
     at = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
     file = f"file://{tmp_path_factory.mktemp('meet')}/file"
     waited = f"within {BRIEF.total_seconds():g} s"
-    twins = [Launched(_join_by, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)]
-    sizes = [Launched(_join_by, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)]
+    twins = [Launched(_join_and_sum, {}, **place(ports["twins"], rank, 3)) for rank in (0, 1, 1)]
+    sizes = [Launched(_join_and_sum, {}, **place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)]
     backends = [
-        Launched(_join_by, {}, 0.0, name, **place(ports["backends"], rank, 3))
+        Launched(_join_and_sum, {}, 0.0, name, **place(ports["backends"], rank, 3))
         for rank, name in enumerate(["gloo", "cpu:gloo"])
     ]
     both_started = forked().Barrier(2)
@@ -368,4 +353,4 @@ def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
-    _join_and_sum(timeout=timedelta(seconds=5))
+    _join_and_sum({}, timeout=timedelta(seconds=5))

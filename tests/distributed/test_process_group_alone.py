@@ -54,6 +54,7 @@ def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", **PLACE}
 
 
 @pytest.mark.parametrize(
@@ -68,19 +69,11 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
             {},
             ["MASTER_ADDR and MASTER_PORT", "has no address and no port"],
         ),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", **PLACE},
-            {},
-            ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"],
-        ),
-        ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, {}, ["RANK is 'one'", "whole number"]),
-        ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, {}, ["RANK is '-1'", "0 or more"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "http"}, {}, ["MASTER_PORT is 'http'"]),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "70000"},
-            {},
-            ["has 10.0.0.1 and 70000", "65535"],
-        ),
+        (FIRST_OF_TWO | {"RANK": "2"}, {}, ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"]),
+        (FIRST_OF_TWO | {"RANK": "one"}, {}, ["RANK is 'one'", "whole number"]),
+        (FIRST_OF_TWO | {"RANK": "-1"}, {}, ["RANK is '-1'", "0 or more"]),
+        (FIRST_OF_TWO | {"MASTER_PORT": "http"}, {}, ["MASTER_PORT is 'http'"]),
+        (FIRST_OF_TWO | {"MASTER_PORT": "70000"}, {}, ["has 10.0.0.1 and 70000", "65535"]),
     ],
 )
 def test_mistakes(

@@ -127,7 +127,7 @@ class Outcome:
 class Ragged(Dataset):
     """Rows of unequal numbers of label tokens."""
 
-    def __init__(self, on_get: Callable[[], None], length: int = 4096) -> None:
+    def __init__(self, on_get: Callable[[], None], length: int) -> None:
         self._on_get = on_get
         self._length = length
 
@@ -269,6 +269,28 @@ def use_nccl_like_device(folder: Path) -> Any:
     return devices.accelerator(WORLD_SIZE)
 
 
+def make_trainer(
+    num_devices: int,
+    timeout_s: float,
+    heartbeat_timeout_s: float = 120.0,
+    accelerator: Any = "cpu",
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> pl.Trainer:
+    """A silent Trainer of a rank that has an environment of its own; ``options`` are the strategy's."""
+    strategy = AutomodelStrategy(
+        timeout=timedelta(seconds=timeout_s),
+        heartbeat_timeout=timedelta(seconds=heartbeat_timeout_s),
+        **(options or {}),
+    )
+    settings = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, **SILENT, **settings}
+    return pl.Trainer(accelerator=accelerator, devices=num_devices, strategy=strategy, **settings)
+
+
+def data(length: int = 4096, on_get: Callable[[], None] = lambda: None) -> DataLoader:
+    return DataLoader(Ragged(on_get, length), 2)
+
+
 def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
     """What one rank does."""
     become_rank(rank, WORLD_SIZE, port, folder)
@@ -284,34 +306,23 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
     """Train, or test, until the fault ends it."""
     accelerator = use_nccl_like_device(folder) if cell.device == "nccl" else "cpu"
     model_class, on_get = fail_in(cell.hook, cell.fault, folder, cell.rank)
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=WORLD_SIZE,
-        strategy=AutomodelStrategy(
-            data_parallel=cell.data_parallel,
-            context_parallel_size=cell.context,
-            timeout=timedelta(seconds=cell.timeout_s),
-            heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S),
-        ),
+    trainer = make_trainer(
+        WORLD_SIZE,
+        cell.timeout_s,
+        HEARTBEAT_TIMEOUT_S,
+        accelerator,
+        {"data_parallel": cell.data_parallel, "context_parallel_size": cell.context},
         accumulate_grad_batches=2,
         max_steps=3 if cell.hook in CALLED_LAST else 200,
         val_check_interval=3 if cell.fault == DATA_ENDS else 4,  # at most the batches of an epoch
-        use_distributed_sampler=False,
         limit_val_batches=4,
-        num_sanity_val_steps=0,
         callbacks=[Gathers()] if cell.meets_on_the_host else [],
-        **SILENT,
     )
     if cell.hook == "test_step":
-        length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
-        trainer.test(model_class(), DataLoader(Ragged(on_get, length), 2))
+        trainer.test(model_class(), data(ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096, on_get))
         return
     length = ROWS_OF_LESS if cell.fault == DATA_ENDS and rank == cell.rank else 4096
-    trainer.fit(
-        model_class(),
-        DataLoader(Ragged(on_get, length), 2),
-        DataLoader(Ragged(lambda: None), 2),
-    )
+    trainer.fit(model_class(), data(length, on_get), data())
 
 
 def run(cell: Cell, folder: Path) -> Outcome:

@@ -11,17 +11,11 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.failure import fault_table
-from tests.failure.fault_cells import (
-    BY_DEFAULT,
-    CELLS,
-    NCCL_BY_DEFAULT,
-    NCCL_CELLS,
-)
+from tests.failure.fault_cells import BY_DEFAULT, CELLS, NCCL_BY_DEFAULT, NCCL_CELLS
 from tests.failure.fault_table import RAISED, cause
 from tests.failure.faults import (
     CTRL_C,
@@ -37,13 +31,7 @@ from tests.failure.faults import (
     run,
 )
 from tests.second_device import build
-
-
-def _parameters(cells: list[Cell], by_default: set[Cell]) -> list[Any]:
-    return [
-        pytest.param(cell, id=str(cell), marks=[] if cell in by_default else [pytest.mark.sweep])
-        for cell in cells
-    ]
+from tests.trainer.runs import by_default
 
 
 def _run(cell: Cell, folder: Path) -> Outcome:
@@ -73,14 +61,16 @@ def outcomes(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cell", _parameters(CELLS, BY_DEFAULT))
+@pytest.mark.parametrize("cell", by_default({str(cell): cell for cell in CELLS}, *map(str, BY_DEFAULT)))
 def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
     """With a non-zero status, and a message that names the failed rank, its hook and its error."""
     _check(cell, outcomes[cell].result())
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cell", _parameters(NCCL_CELLS, NCCL_BY_DEFAULT))
+@pytest.mark.parametrize(
+    "cell", by_default({str(cell): cell for cell in NCCL_CELLS}, *map(str, NCCL_BY_DEFAULT))
+)
 def test_others_leave_nccl(cell: Cell, extension: None, outcomes: dict[Cell, Future]) -> None:
     """Likewise where collectives behave as NCCL's, and the failed rank prints its own traceback.
 
@@ -142,6 +132,6 @@ def test_a_default_run_meets_every_fault() -> None:
     """On the first rank and on another, under each engine, and never a cell that the table lacks."""
     assert set(CELLS) > BY_DEFAULT
     assert set(NCCL_CELLS) > NCCL_BY_DEFAULT
-    by_default = BY_DEFAULT | NCCL_BY_DEFAULT
+    chosen = BY_DEFAULT | NCCL_BY_DEFAULT
     for what in ("rank", "data_parallel", "context", "fault"):
-        assert {getattr(cell, what) for cell in by_default} == {getattr(cell, what) for cell in NCCL_CELLS}
+        assert {getattr(cell, what) for cell in chosen} == {getattr(cell, what) for cell in NCCL_CELLS}

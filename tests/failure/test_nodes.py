@@ -12,21 +12,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import processes
-from tests.failure.faults import Model, Ragged, become_rank, exit_statuses, killed_at_the_end
+from tests.failure.faults import Model, become_rank, data, exit_statuses, killed_at_the_end, make_trainer
 from tests.launch.two_nodes import ADDRESSES, TwoNodes, connect_two_nodes, enter
 from tests.processes import forked, free_port
-from tests.trainer.runs import SILENT
 
 TIMEOUT_S = 15.0
 HEARTBEAT_TIMEOUT_S = 3.0
@@ -54,19 +49,10 @@ def _be_rank(rank: int, namespace: str, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR=ADDRESSES[0], NODE_RANK=str(node), LOCAL_RANK=str(rank % 2))
     here = processes._here()
     processes._here = lambda: f"{here}-{node}"  # type: ignore[assignment]  # as on machines of their own
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        num_nodes=2,
-        strategy=AutomodelStrategy(
-            timeout=timedelta(seconds=TIMEOUT_S), heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S)
-        ),
-        max_steps=LAST_STEP,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        **SILENT,
+    trainer = make_trainer(
+        2, TIMEOUT_S, HEARTBEAT_TIMEOUT_S, num_nodes=2, max_steps=LAST_STEP, limit_val_batches=0
     )
-    trainer.fit(Slow(), DataLoader(Ragged(lambda: None), 2))
+    trainer.fit(Slow(), data())
     print("ended well")
 
 

@@ -25,36 +25,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import meeting, process_group
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
-from tests.failure.faults import Model, Ragged, become_rank, exit_statuses, killed_at_the_end, started_ranks
+from tests.failure.faults import (
+    Model,
+    become_rank,
+    data,
+    exit_statuses,
+    killed_at_the_end,
+    make_trainer,
+    started_ranks,
+)
 from tests.processes import forked
-from tests.trainer.runs import SILENT
 
 PATIENCE_S = 90.0
 TIMES_IN_A_SWEEP = 20
 
 
-def _trainer(
-    world_size: int,
-    timeout_s: float = 5.0,
-    data_parallel: str = "fsdp2",
-    heartbeat_timeout_s: float = 120.0,
-    **kwargs: Any,
-) -> pl.Trainer:
-    strategy = AutomodelStrategy(
-        data_parallel=data_parallel, timeout=timeout_s / 60, heartbeat_timeout=heartbeat_timeout_s / 60
+def _trainer(world_size: int, timeout_s: float = 5.0, *arguments: Any, **settings: Any) -> pl.Trainer:
+    return make_trainer(
+        world_size, timeout_s, *arguments, **{"max_steps": 4, "limit_val_batches": 1, **settings}
     )
-    options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
-    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
-
-
-def _data() -> DataLoader:
-    return DataLoader(Ragged(lambda: None), 2)
 
 
 def _fails_in(hook: str, fail: Callable[[Model], None]) -> Model:
@@ -81,7 +74,7 @@ def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
             time.sleep(1)
             _send(signal.SIGKILL)
 
-    _trainer(world_size).fit(_fails_in("on_fit_end", die), _data())
+    _trainer(world_size).fit(_fails_in("on_fit_end", die), data())
 
 
 def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
@@ -94,13 +87,13 @@ def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
 
     model = _fails_in("on_fit_end", stop)
     trainer = _trainer(2)
-    trainer.fit(model, _data())
-    trainer.validate(model, _data())
+    trainer.fit(model, data())
+    trainer.validate(model, data())
     print("validated")
 
 
 def sigterm_in_a_world_of_one(rank: int, world_size: int) -> None:
-    _trainer(world_size).fit(_fails_in("training_step", lambda model: _send(signal.SIGTERM)), _data())
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _send(signal.SIGTERM)), data())
 
 
 def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
@@ -110,7 +103,7 @@ def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
         )
 
     _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(
-        _fails_in("on_train_batch_end", stop), _data()
+        _fails_in("on_train_batch_end", stop), data()
     )
 
 
@@ -119,7 +112,7 @@ def gathers_on_one_rank_alone(rank: int, world_size: int) -> None:
         if rank == 0 and model.trainer.global_step == 2:
             print("norm", model.head.weight.norm())
 
-    _trainer(world_size, max_steps=6).fit(_fails_in("on_train_batch_end", log_norm), _data())
+    _trainer(world_size, max_steps=6).fit(_fails_in("on_train_batch_end", log_norm), data())
 
 
 def all_are_suspended(rank: int, world_size: int) -> None:
@@ -137,9 +130,7 @@ def all_are_suspended(rank: int, world_size: int) -> None:
 
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
-    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(
-        _fails_in("on_train_batch_start", suspend), _data()
-    )
+    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), data())
     print("went on")
 
 
@@ -148,7 +139,7 @@ def _reduce_another_size(rank: int) -> None:
 
 
 def call_different_collectives(rank: int, world_size: int) -> None:
-    _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), _data())
+    _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), data())
 
 
 class RaisesToo(pl.Callback):
@@ -163,11 +154,11 @@ def is_refused_after_a_failure_in_a_failure(rank: int, world_size: int) -> None:
         raise ValueError("no labels here")
 
     with pytest.raises(OSError, match="cannot tell anybody"):
-        _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), _data())
+        _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), data())
     with pytest.raises(
         RuntimeError, match=r"end all processes and start them again, with fit.*ckpt_path='last'"
     ):
-        _trainer(world_size).fit(Model(), _data())
+        _trainer(world_size).fit(Model(), data())
     names = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")
     ]
@@ -181,9 +172,10 @@ def _save_on_exception(rank: int, world_size: int, data_parallel: str, saving: M
         if rank == 1 and model.trainer.global_step == 3:
             raise ValueError("no labels here")
 
-    options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
-    _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(
-        _fails_in("training_step", fail), _data()
+    settings = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
+    options = {"data_parallel": data_parallel}
+    _trainer(world_size, 4 * PATIENCE_S, options=options, **settings).fit(
+        _fails_in("training_step", fail), data()
     )
 
 
@@ -221,8 +213,8 @@ def _fit_and_fail(fault: Callable[[int], None], heartbeat_timeout_s: float = 20.
         if model.trainer.global_step == 3:
             fault(model.global_rank)
 
-    _trainer(3, 30.0, heartbeat_timeout_s=heartbeat_timeout_s, max_steps=6, limit_val_batches=0).fit(
-        _fails_in("training_step", fail), _data()
+    _trainer(3, 30.0, heartbeat_timeout_s, max_steps=6, limit_val_batches=0).fit(
+        _fails_in("training_step", fail), data()
     )
     print("ended well")
 
