@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention, token_loss
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
+from tests.trainer.exactness import Batch, full_weights, weight_error
 from tests.trainer.plain import fill, sgd
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
@@ -336,7 +336,7 @@ def test_as_one_process(request: pytest.FixtureRequest, run: Run) -> None:
     weights, loss, count = train_plainly(run)
     last_window = (run.num_batches - 1) % run.accumulation + 1
     for trained, report in pool.run(fit, run):
-        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
+        assert weight_error(trained, weights) <= TOLERANCE
         assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
         assert report["num_micro_batches"] == last_window * run.num_ranks
         assert (
@@ -523,7 +523,7 @@ def test_manual_optimization(pool4: RankPool, layout: str) -> None:
     run = Run(layout=layout, num_ranks=2, gap="micro_batches", recompute=True)
     weights, _, _ = train_plainly(replace(run, clipping="norm"))
     for trained, _ in pool4.run(fit, run, ByHand):
-        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
+        assert weight_error(trained, weights) <= TOLERANCE
 
 
 class BodyAndHead(nn.Module):
@@ -565,6 +565,6 @@ def test_loss_in_chunks(pool4: RankPool, layout: str) -> None:
     run = Run(layout=layout, num_ranks=2, gap="micro_batches", label_shift=1, clipping="norm")
     weights, loss, count = train_plainly(run, make_module=Headless)
     for trained, report in pool4.run(fit, run, InChunks):
-        assert weight_error(Outcome(trained), Outcome(weights)) <= TOLERANCE
+        assert weight_error(trained, weights) <= TOLERANCE
         assert report["num_label_tokens"] == count
         assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)

@@ -278,23 +278,21 @@ def failures(joins_in_vain: Any, tmp_path_factory: pytest.TempPathFactory) -> It
     by_agent = _briefly(agent.port, (0, 2), 3, TORCHELASTIC_USE_AGENT_STORE="True")
     meeting_place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(ports["lightning"])}
     by_lightning = [Launched(_wait_briefly_as_lightning_does, 0, 2, **meeting_place)]
+    by_environment = _briefly(ports["environment"], (0, 2), 4)
+
+    def missing(launched: list[Launched], ranks: str, place: str) -> Case:
+        return Case(launched, [f"for ranks {ranks}:", NOT_THERE, f"join at {place}", waited])
+
     with _listener() as busy:
         yield {
-            "environment": Case(
-                _briefly(ports["environment"], (0, 2), 4),
-                ["for ranks 1, 3:", NOT_THERE, f"join at {at['environment']}", waited],
-            ),
-            "file": Case(by_file, ["for ranks 0:", NOT_THERE, f"join at {file}", waited]),
-            "launcher": Case(
-                by_agent, ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port}", waited]
-            ),
+            "environment": missing(by_environment, "1, 3", at["environment"]),
+            "file": missing(by_file, "0", file),
+            "launcher": missing(by_agent, "1", f"{LOOPBACK}:{agent.port}"),
             "no host": Case(
                 _briefly(ports["no host"], (1,), 2),
                 ["rank 0 on an unknown host", "ConnectionRefusedError", at["no host"], waited],
             ),
-            "lightning": Case(
-                by_lightning, ["for ranks 1:", NOT_THERE, f"join at {at['lightning']}", waited]
-            ),
+            "lightning": missing(by_lightning, "1", at["lightning"]),
             "port in use": Case(
                 _briefly(busy, (0,), 2),
                 ["rank 0 on ", "holds the store", f"port: {busy}", "EADDRINUSE", f"{LOOPBACK}:{busy}"],

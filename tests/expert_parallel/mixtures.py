@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, context_parallel_attention, spread_experts
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, differ_by_rank, fill
 from tests.trainer.runs import make_trainer
 
@@ -144,8 +144,3 @@ def fit(
     trainer.fit(module, data)
     norm = strategy.last_step.grad_norm
     return Fit(full_weights(module.model), None if norm is None else float(norm), strategy.describe())
-
-
-def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest deviation of a weight, relative to the largest weight of its tensor."""
-    return weight_error(Outcome(weights), Outcome(expected))

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint.checkpoints import adamw, resume, save, uninterrupted
-from tests.expert_parallel.mixtures import MixtureDecoder, SpreadModule, error
+from tests.expert_parallel.mixtures import MixtureDecoder, SpreadModule
 from tests.rank_pool import RankPool
+from tests.trainer.exactness import weight_error
 from tests.trainer.runs import TOLERANCE
 
 ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
@@ -69,8 +70,8 @@ def test_another_layout(
     path = tmp_path / "saved.ckpt"
     saved = pool4.run(save, {**LAYOUTS[saving], **form}, str(path), AdamMixture)[0]
     for weights in pool4.run(resume, {**LAYOUTS[resuming], **form}, str(path), AdamMixture, (True,)):
-        assert error(weights, expected) <= TOLERANCE
-        assert error(weights, saved) > 1e-6, "nothing was trained"
+        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, saved) > 1e-6, "nothing was trained"
     if path.is_dir():
         assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
         found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]

@@ -22,10 +22,10 @@ from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.sharding import tensor_parallel
-from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
+from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
+from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches, weight_error
 from tests.trainer.hugging_face import filled
 from tests.trainer.plain import fill, sgd, windows
 from tests.trainer.refusals import Refused, check_refused
@@ -124,8 +124,8 @@ def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict
     (expected, whole), *_ = pool4.run(fit, kind, {})
     assert whole == []
     for weights, spread in pool4.run(fit, kind, options):
-        assert error(weights, expected) <= ROUNDING
-        assert error(weights, full_weights(make_model(kind))) > WRONG
+        assert weight_error(weights, expected) <= ROUNDING
+        assert weight_error(weights, full_weights(make_model(kind))) > WRONG
         assert sorted({name.rpartition(".")[2] for name in spread}) == ["down_proj", "gate_up_proj"]
         assert len(spread) == 2 * SIZES["num_hidden_layers"]
 
@@ -141,7 +141,7 @@ def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
         fit, "Qwen3Moe", {"expert_parallel_size": 4}, Grouped, precision=precision
     ):
         assert spread
-        assert error(weights, expected) <= PRECISIONS[precision]
+        assert weight_error(weights, expected) <= PRECISIONS[precision]
 
 
 def balanced_plainly(weight: float = 1.0) -> dict[str, Tensor]:
@@ -167,10 +167,10 @@ def balanced_plainly(weight: float = 1.0) -> dict[str, Tensor]:
 def test_the_balancing_loss_of_routers(pool4: RankPool) -> None:
     """Counted ahead, it weighs as the mean over all micro-batches; computed in float32, as Hugging Face does."""
     expected = balanced_plainly()
-    assert error(balanced_plainly(weight=0.0), expected) > WRONG
+    assert weight_error(balanced_plainly(weight=0.0), expected) > WRONG
     options = {"count_window_ahead": True, "expert_parallel_size": 2}
     for weights, _ in pool4.run(fit, "Qwen3Moe", options, Balanced):
-        assert error(weights, expected) <= FLOAT32
+        assert weight_error(weights, expected) <= FLOAT32
 
 
 class Edited(Mixture):
@@ -288,7 +288,7 @@ def test_adapters_of_attention(pool4: RankPool) -> None:
     make = partial(Adapted, **where)
     (expected, _), *_ = pool4.run(fit, "Qwen3Moe", {}, make)
     for weights, _ in pool4.run(fit, "Qwen3Moe", OPTIONS["four ranks"], make):
-        assert error(weights, expected) <= ROUNDING
+        assert weight_error(weights, expected) <= ROUNDING
     start = full_weights(adapted(**where))
     assert {name.rsplit(".", 3)[1] for name in expected if not expected[name].equal(start[name])} == {
         "lora_A",

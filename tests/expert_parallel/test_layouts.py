@@ -29,12 +29,12 @@ from tests.expert_parallel.mixtures import (
     MixtureDecoder,
     SpreadModule,
     UnequalStart,
-    error,
     fit,
     local,
 )
+from tests.gradients.test_whole_tensors import Looking
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import VOCABULARY, full_weights
+from tests.trainer.exactness import VOCABULARY, full_weights, weight_error
 from tests.trainer.plain import fill, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
@@ -75,7 +75,7 @@ def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
         MixtureDecoder(), ACCUMULATE, CASE, clip=lambda p: norms.append(nn.utils.clip_grad_norm_(p, CLIP))
     )
     for found in pool4.run(fit, options, gradient_clip_val=CLIP):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
         assert found.grad_norm == pytest.approx(float(norms[-1]), rel=TOLERANCE)
 
 
@@ -93,14 +93,16 @@ def test_clipped_by_torch(pool4: RankPool) -> None:
         CASE,
         clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP),
     )
-    assert error(plain_weights(MixtureDecoder(6), ACCUMULATE, CASE), clipped) > 1e-3, "nothing was clipped"
+    assert weight_error(plain_weights(MixtureDecoder(6), ACCUMULATE, CASE), clipped) > 1e-3, (
+        "nothing was clipped"
+    )
     for found in pool4.run(fit, {}, ClippedByTorch, number=6):
-        assert error(found.weights, clipped) <= TOLERANCE
+        assert weight_error(found.weights, clipped) <= TOLERANCE
 
 
 def test_empty_shards(pool4: RankPool) -> None:
     expected = plain_weights(MixtureDecoder(2), ACCUMULATE, CASE)
-    assert error(pool4.run(fit, {}, number=2)[0].weights, expected) <= TOLERANCE
+    assert weight_error(pool4.run(fit, {}, number=2)[0].weights, expected) <= TOLERANCE
 
 
 # --- Beside other layouts ---------------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ class BesideTensorParallel(UnequalStart):
 def test_beside_tensor_parallelism(pool4: RankPool) -> None:
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
     for found in pool4.run(fit, {"tensor_parallel_size": 2}, BesideTensorParallel, case=TWO_BATCHES):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) ->
     """Stepped whole too."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
     for found in pool4.run(fit, {"context_parallel_size": 2, **options}, UnequalStart, case=TWO_BATCHES):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
 
 
 # --- Parameters of experts --------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def test_adapters_of_experts(pool4: RankPool) -> None:
     expected = plain_weights(adapted(MixtureDecoder()), ACCUMULATE, CASE)
     start = adapted(MixtureDecoder()).state_dict()
     for found in pool4.run(fit, {}, AdaptedModule):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
         changed = {
             name.rpartition(".")[2]
             for name, weight in found.weights.items()
@@ -176,30 +178,20 @@ def test_adapters_of_experts(pool4: RankPool) -> None:
         assert changed == {"first", "second"}
 
 
-class ByMatrix(torch.optim.Optimizer):
+class ByMatrix(Looking):
     """Normalises each of the last two dimensions by itself, as Muon treats stacks of matrices."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05, "is_elementwise": False})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
-                gradient = parameter.grad
-                if not group["is_elementwise"]:
-                    gradient = gradient / (gradient.norm(dim=(1, 2), keepdim=True) + 0.1)
-                parameter.sub_(gradient, alpha=group["lr"])
-        return loss
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        if group.get("is_elementwise"):
+            return parameter.grad
+        return parameter.grad / (parameter.grad.norm(dim=(1, 2), keepdim=True) + 0.1)
 
 
 def by_matrix(model: nn.Module) -> ByMatrix:
     """Experts by their matrices, the rest element by element."""
     stacks = [parameter for parameter in model.parameters() if parameter.ndim == 3]
     rest = [parameter for parameter in model.parameters() if parameter.ndim != 3]
-    return ByMatrix([{"params": stacks}, {"params": rest, "is_elementwise": True}])
+    return ByMatrix([{"params": stacks}, {"params": rest, "is_elementwise": True}], lr=0.05)
 
 
 class ByMatrixModule(SpreadModule):
@@ -212,7 +204,7 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
     """Whole on their owners, and gathered from shards."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE, make_optimizer=by_matrix)
     for found in pool4.run(fit, {"optimizer_step": choice}, ByMatrixModule):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
         groups = found.described["optimizer_step"][0]["groups"]
         assert groups == [choice, choice]
 
@@ -266,7 +258,7 @@ def test_initialised_from_the_meta_device(pool4: RankPool) -> None:
     torch.set_default_dtype(torch.float32)
     expected = plain_weights(model, ACCUMULATE, CASE)
     for found in pool4.run(fit, {}, FromMeta, precision="64-true"):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
 
 
 # --- Units of the user ------------------------------------------------------------------------------------------------
@@ -302,7 +294,7 @@ class OwnFactor(OwnUnits):
 def test_units_of_the_user(pool4: RankPool) -> None:
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
     for found in pool4.run(fit, {}, OwnFactor):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE
 
 
 def test_wrong_units_of_the_user(pool4: RankPool) -> None:
@@ -361,4 +353,4 @@ def _scaled() -> MixtureDecoder:
 def test_whole_states(pool4: RankPool) -> None:
     expected = plain_weights(_scaled(), ACCUMULATE, CASE)
     for found in pool4.run(fit, {}, LoadsWhole):
-        assert error(found.weights, expected) <= TOLERANCE
+        assert weight_error(found.weights, expected) <= TOLERANCE

@@ -139,7 +139,8 @@ def _reduce_another_size(rank: int) -> None:
 
 
 def call_different_collectives(rank: int, world_size: int) -> None:
-    _trainer(world_size).fit(_fails_in("training_step", lambda model: _reduce_another_size(rank)), data())
+    fails = _fails_in("training_step", lambda model: _reduce_another_size(rank))
+    _trainer(world_size, 30.0).fit(fails, data())
 
 
 class RaisesToo(pl.Callback):

@@ -108,15 +108,6 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
     )
 
 
-def refusal(trainer: Trainer, module: LightningModule, batches: DataLoader) -> str:
-    """Fit; the text of the RuntimeError that ends it, if any."""
-    try:
-        trainer.fit(module, batches)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def warnings_of(part: str, call: Callable[..., Any], *args: Any) -> list[str]:
     """Call; the texts of the warnings that hold ``part``."""
     with warnings.catch_warnings(record=True) as caught:
