@@ -32,28 +32,26 @@ def adopt_all(arguments: list[tuple[Any, ...]]) -> list[Any]:
     return [adopt(*each) for each in arguments]
 
 
+ALL = [0, 1, 2, 3]
 FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
-    ((((4,), None),), (MeshSizes(1, 4), None, (4,), [0, 1, 2, 3])),
-    ((((4,), ("dp",)),), (MeshSizes(1, 4), ("dp",), (4,), [0, 1, 2, 3])),
+    ((((4,), None),), (MeshSizes(1, 4), None, (4,), ALL)),
+    ((((4,), ("dp",)),), (MeshSizes(1, 4), ("dp",), (4,), ALL)),
     ((((2, 2), ("dp", "tp")),), (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2])),
     (
         (((2, 2), ("dp_replicate", "dp_shard")),),
-        (MeshSizes(2, 2), ("dp_replicate", "dp_shard"), (2, 2), [0, 1, 2, 3]),
+        (MeshSizes(2, 2), ("dp_replicate", "dp_shard"), (2, 2), ALL),
     ),
-    ((((1, 4), ("replicate", "fsdp")),), (MeshSizes(1, 4), ("fsdp",), (4,), [0, 1, 2, 3])),
+    ((((1, 4), ("replicate", "fsdp")),), (MeshSizes(1, 4), ("fsdp",), (4,), ALL)),
     (
         (((1, 2, 2, 1), ("pp", "dp_replicate", "shard", "tp")),),
-        (MeshSizes(2, 2), ("dp_replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+        (MeshSizes(2, 2), ("dp_replicate", "shard"), (2, 2), ALL),
     ),
     (
         (((2, 1, 2), ("dp_replicate", "dp_shard", "tp")),),
         (MeshSizes(2, 1, 2), ("dp_replicate", "dp_shard"), (2, 1), [0, 2]),
     ),
-    (
-        (((2, 2), ("replicate", "shard")), "ddp"),
-        (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), [0, 1, 2, 3]),
-    ),
-    ((((4,), ("replicate",)), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), [0, 1, 2, 3])),
+    ((((2, 2), ("replicate", "shard")), "ddp"), (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), ALL)),
+    ((((4,), ("replicate",)), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), ALL)),
     (
         (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 2, "data_parallel_size": "auto"}),
         (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,16 +105,20 @@ class Trains(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def fit(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+def fit(make: Callable[[], Trains], options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+    """Runs on every rank: weights."""
+    module = make()
     trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate)
     trainer.fit(module)
     return full_weights(module.net)
 
 
-def fit_or_error(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
+def fit_or_error(
+    make: Callable[[], Trains], options: dict[str, Any], accumulate: int
+) -> dict[str, Tensor] | str:
     """Weights, or the message of the RuntimeError."""
     try:
-        return fit(module, options, accumulate)
+        return fit(make, options, accumulate)
     except RuntimeError as error:
         return str(error)
 
@@ -164,10 +169,6 @@ class LooksBeside(Trains):
         return loss
 
 
-def _beside(is_first: bool, layout: str) -> dict[str, Tensor]:
-    return fit(LooksBeside(is_first), LAYOUTS[layout], ACCUMULATE)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("is_first", "layout"),
@@ -180,7 +181,8 @@ def test_gradients_by_shards_and_gathered_parameters(
 ) -> None:
     """In one call, while a window is open: both are right, and training is what it is without."""
     pool = pool4 if "hsdp" in layout else pool2
-    assert_exact(pool.run(_beside, is_first, layout), plainly(ACCUMULATE, pool.num_ranks))
+    found = pool.run(fit, partial(LooksBeside, is_first), LAYOUTS[layout], ACCUMULATE)
+    assert_exact(found, plainly(ACCUMULATE, pool.num_ranks))
 
 
 # --- Gradients that training uses -------------------------------------------------------------------------------------
@@ -215,10 +217,6 @@ class Uses(Trains):
         return self.loss(batch) + self.used(self.net, batch).mean()
 
 
-def _using(used: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor] | str:
-    return fit_or_error(Uses(used), options, accumulate)
-
-
 def _penalised(net: Net, batch: Batch) -> Tensor:
     return sum_of_losses(net, batch) + penalty(net, batch).sum()
 
@@ -230,7 +228,7 @@ def test_gradients_that_training_differentiates(pool2: RankPool, pool4: RankPool
     options = LAYOUTS[layout]
     pool = pool4 if "hsdp" in layout else pool2
     expected = plainly(ACCUMULATE, pool.num_ranks, _penalised)
-    for found in pool.run(_using, "penalty", options, ACCUMULATE):
+    for found in pool.run(fit_or_error, partial(Uses, "penalty"), options, ACCUMULATE):
         if options.get("reshard_during_accumulation", False):
             assert isinstance(found, str)
             assert "A backward needed parameters that FSDP2 had freed" in found
@@ -244,7 +242,7 @@ def test_gradients_that_training_differentiates(pool2: RankPool, pool4: RankPool
 def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: str) -> None:
     """Refused with a remedy, which "penalty" with "checkpointed" layouts trains."""
     options = {"data_parallel": engine, "activation_checkpointing": "selective"}
-    for message in pool2.run(_using, "penalty", options, 1):
+    for message in pool2.run(fit_or_error, partial(Uses, "penalty"), options, 1):
         assert "Pass activation_checkpointing=True" in message
 
 
@@ -253,7 +251,7 @@ def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: st
 def test_a_plain_backward_in_mid_window(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
     """Its gradients would join those of the window, and under DDP differ by rank."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
-    for message in pool.run(_using, "by_plain_backward", options, ACCUMULATE):
+    for message in pool.run(fit_or_error, partial(Uses, "by_plain_backward"), options, ACCUMULATE):
         assert isinstance(message, str)
         assert "A plain loss.backward() in the middle of an accumulation window" in message
         assert "torch.autograd.grad(loss, inputs)" in message
@@ -280,10 +278,6 @@ class TrainsParts(Trains):
         optimizer.step()
 
 
-def _train_parts(only_first: bool, options: dict[str, Any]) -> dict[str, Tensor]:
-    return fit(TrainsParts(only_first), options, 1)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept"))
 @pytest.mark.parametrize("only_first", [False, True])
@@ -297,6 +291,6 @@ def test_a_backward_of_some_parameters(
         with pytest.raises(
             RankError, match="DistributedDataParallel did not reduce all gradients of this window"
         ):
-            pool.run(_train_parts, only_first, options)
+            pool.run(fit, partial(TrainsParts, only_first), options, 1)
         return
-    assert_exact(pool.run(_train_parts, only_first, options), expected)
+    assert_exact(pool.run(fit, partial(TrainsParts, only_first), options, 1), expected)

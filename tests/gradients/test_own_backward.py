@@ -6,6 +6,7 @@ its step.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,11 +103,6 @@ def _fit(make: type[LabelledModule], accumulate: int, options: dict[str, Any]) -
     return full_weights(module.model)
 
 
-def _plainly(accumulate: int, num_ranks: int) -> dict[str, Tensor]:
-    model = TinyDecoder(20).double()
-    return plain_weights(model, accumulate, case(num_ranks), clip=edit)
-
-
 CASES = {
     f"{name}, {accumulate}, {engine}": (name, accumulate, engine)
     for name in MODULES
@@ -135,7 +131,7 @@ def test_a_backward_that_edits_gradients(
 ) -> None:
     name, accumulate, engine = case_
     num_ranks, options = ENGINES[engine]
-    expected = _plainly(accumulate, num_ranks)
+    expected = plain_weights(TinyDecoder(20).double(), accumulate, case(num_ranks), clip=edit)
     assert_exact(
         (pool2 if num_ranks == 2 else pool4).run(_fit, MODULES[name], accumulate, options), expected
     )
@@ -269,10 +265,6 @@ def contrast(features: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(features), device=features.device))
 
 
-def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor] | str:
-    return fit_or_error(Cached(num_chunks), options, accumulate)
-
-
 def _cached_plainly(accumulate: int) -> dict[str, Tensor]:
     return plainly(accumulate, sums=lambda net, batch: len(batch[0]) * contrast(net(batch[0])))
 
@@ -286,7 +278,7 @@ def _cached_plainly(accumulate: int) -> dict[str, Tensor]:
 def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str, Any]) -> None:
     """FSDP2 reduces after each of them, or after the last one: right either way."""
     expected = _cached_plainly(accumulate)
-    for weights in pool2.run(_fit_cached, 3, accumulate, options):
+    for weights in pool2.run(fit_or_error, partial(Cached, 3), options, accumulate):
         assert not isinstance(weights, str), weights
         assert weight_error(weights, expected) <= TOLERANCE
 
@@ -296,9 +288,9 @@ def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str
 def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: int) -> None:
     """Which averages the gradients of the first of them; one alone is right."""
     ddp = {"data_parallel": "ddp"}
-    for message in pool2.run(_fit_cached, 3, accumulate, ddp):
+    for message in pool2.run(fit_or_error, partial(Cached, 3), ddp, accumulate):
         assert "averages the first of them alone over ranks. Pass data_parallel='fsdp2'" in message
-    for weights in pool2.run(_fit_cached, 1, accumulate, ddp):
+    for weights in pool2.run(fit_or_error, partial(Cached, 1), ddp, accumulate):
         assert not isinstance(weights, str), weights
         assert weight_error(weights, _cached_plainly(accumulate)) <= TOLERANCE
 
