@@ -19,17 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import (
-    PLAN,
-    Block,
-    TinyDecoder,
-    assert_exact,
-    full_weights,
-    micro_batches,
-    weight_error,
-)
+from tests.trainer.exactness import PLAN, Block, TinyDecoder, assert_exact, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import TOLERANCE, by_default, first_by_default, loader, make_trainer
+from tests.trainer.runs import by_default, first_by_default, loader, make_trainer
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -51,21 +43,6 @@ DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
 
 def decoder() -> nn.Module:
     return TinyDecoder(CASE4.seed).double()
-
-
-def fit_model(
-    options: dict[str, Any], case: Case, model: nn.Module | None = None, **trainer_options: Any
-) -> dict[str, Tensor]:
-    module = ModelModule(decoder() if model is None else model)
-    trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options
-    )
-    trainer.fit(module, loader(case))
-    return full_weights(module.model)
-
-
-def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(weights, expected)
 
 
 def clip(parameters: list[nn.Parameter]) -> Any:
@@ -151,7 +128,10 @@ def _fit_by_schedule(
     schedule: tuple[set[int], ...],
     **settings: Any,
 ) -> dict[str, Tensor]:
-    return fit_model(options, case, make(*schedule), **settings)
+    module = ModelModule(make(*schedule))
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **settings)
+    trainer.fit(module, loader(case))
+    return full_weights(module.model)
 
 
 @pytest.mark.parametrize("schedule", BY_RANK.values(), ids=BY_RANK)
@@ -206,12 +186,7 @@ class OwnNames(ModelModule):
 
 
 CALLERS: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], dict[str, int]]] = {
-    "hsdp": (
-        (2, 2),
-        ("dp_replicate", "dp_shard"),
-        {"defer_fsdp_grad_sync": "all_reduce"},
-        {"dp_shard": 2},
-    ),
+    "hsdp": ((2, 2), ("dp_replicate", "dp_shard"), {"defer_fsdp_grad_sync": "all_reduce"}, {"dp_shard": 2}),
     "tensor_parallel": ((2, 2), ("dp", "tp"), {}, {"dp": 2, "tp": 2, "data_parallel": 2}),
     "ddp": ((2, 2), ("replicate", "shard"), {"data_parallel": "ddp"}, {"data_parallel": 4}),
 }
@@ -221,9 +196,7 @@ def _fit_over(shape: tuple[int, ...], names: Any, options: dict[str, Any]) -> tu
     """Train over a mesh of this shape; twice, as meshes of the caller's outlive a fit."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     has_peers = names == ("dp", "tp")
-    batches = (
-        micro_batches(CASE2)[dist.get_rank() // 2] if has_peers else micro_batches(CASE4)[dist.get_rank()]
-    )
+    batches = micro_batches(CASE2 if has_peers else CASE4)[dist.get_rank() // (2 if has_peers else 1)]
     for _ in range(2):
         module = OwnNames(decoder())
         strategy = AutomodelStrategy(device_mesh=mesh, **options)
@@ -240,5 +213,5 @@ def test_meshes_of_the_caller(pool4: RankPool, mesh: tuple[Any, ...]) -> None:
     *arguments, sizes = mesh
     expected = plain_weights(decoder(), ACCUMULATE, CASE2 if arguments[1] == ("dp", "tp") else CASE4)
     for weights, described in pool4.run(_fit_over, *arguments):
-        assert deviation(weights, expected) <= TOLERANCE
+        assert_exact([weights], expected)
         assert sizes.items() <= described.items()

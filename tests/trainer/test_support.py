@@ -40,27 +40,18 @@ BY_DEFAULT = {
 """Of layouts and precisions those that `test_layouts.py` and `test_precision.py` lack; the whole table is a sweep."""
 
 REFUSED = {
-    (
-        ".*(TP|tp).*",
-        ".*",
-        "compiled blocks",
-    ): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters",
-    (
-        "CP.*",
-        ".*",
-        "window counted ahead",
-    ): "context_parallel_size=2 does not work with count_window_ahead=True",
+    ("TP|tp", "compiled blocks"): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters",
+    ("^CP", "window counted ahead"): "context_parallel_size=2 does not work with count_window_ahead=True",
 }
-"""Regular expressions of (layout, precision, feature) that are refused, with the message."""
+"""A part of the layouts and the feature that are refused, with the message: regular expressions."""
 
 Status = tuple[str, str]
 
 
 def expected_refusal(cell: Cell) -> str | None:
     """The message, as a regular expression, with which the cell is to be refused."""
-    key = (cell.layout, cell.precision, cell.feature)
-    for patterns, message in REFUSED.items():
-        if all(re.fullmatch(pattern, value) for pattern, value in zip(patterns, key, strict=True)):
+    for (layout, feature), message in REFUSED.items():
+        if feature == cell.feature and re.search(layout, cell.layout):
             return message
     return None
 
