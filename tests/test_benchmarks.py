@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import fresh_environment
+from tests.processes import ROOT, fresh_environment
 from tests.second_device import build
 
-ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-
-
 SHARE = 0.9  # of a card's memory that tensors may take: contexts, kernels and the allocator have the rest
 
 
@@ -75,17 +72,12 @@ def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: lis
     assert {stage: size for stage, size in most.items() if size > SHARE * gigabytes} == {}, most
 
 
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "hostdev", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("hostdev", marks=needs_compiler)])
 def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
     """Every stage at toy size; one that fails is in the report, and ends the script with 1."""
     command = [
@@ -117,15 +109,8 @@ def first_hour(
 ) -> tuple[int, dict[str, list[str]]]:
     """The exit status of the checks on a CPU, and the rows of their report by name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [
-        str(BENCHMARKS / "first_hour.py"),
-        "--output",
-        str(folder),
-        "--device",
-        "cpu",
-        "--stages",
-        *stages,
-    ]
+    command += [str(BENCHMARKS / "first_hour.py"), "--output", str(folder), "--device", "cpu"]
+    command += ["--stages", *stages]
     done = subprocess.run(
         command, env={**fresh_environment(), **environment}, capture_output=True, text=True, check=False
     )

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy, token_loss
+from lightning_automodel import token_loss
 from lightning_automodel.gradients.token_loss import TokenWeighting
-from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, relative_error, weight_error
-from tests.trainer.hugging_face import OwnLoss, untied_llama
-from tests.trainer.plain import prefixed, sgd
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.exactness import VOCABULARY, Batch, relative_error
+from tests.trainer.hugging_face import untied_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from packing import Document, Packer
@@ -39,11 +36,11 @@ def documents(seed: int = 0) -> list[Document]:
     return made
 
 
-def sums(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def sums(model: Any, batch: Batch, use_cache: bool = False) -> tuple[Tensor, Tensor]:
     """[] loss and count, as README has it."""
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    hidden = model.model(**inputs, use_cache=False).last_hidden_state
+    hidden = model.model(**inputs, use_cache=use_cache).last_hidden_state
     return token_loss(hidden, model.lm_head, labels, label_shift=1)
 
 
@@ -66,22 +63,8 @@ def test_a_document_that_does_not_fit() -> None:
         Packer(6)(documents())
 
 
-def test_documents_do_not_see_each_other() -> None:
-    """Other tokens in the first document change nothing in those behind it; with a cache they do."""
-    model = untied_llama()
-    batch = Packer(LENGTH)(documents())
-    batch.pop("labels")
-    changed = {**batch, "input_ids": batch["input_ids"].clone()}
-    changed["input_ids"][0, :7] = (batch["input_ids"][0, :7] + 1) % VOCABULARY
-    before, after = (model(**each, use_cache=False).logits for each in (batch, changed))
-    assert torch.equal(before[0, 7:], after[0, 7:])
-    assert not torch.equal(before[0, :7], after[0, :7])
-    before, after = (model(**each, use_cache=True).logits for each in (batch, changed))
-    assert not torch.equal(before[0, 7:], after[0, 7:])
-
-
 def test_as_in_rows_of_their_own() -> None:
-    """Loss, count and gradients."""
+    """Loss, count and gradients; with a cache, documents would see those before them."""
     packed_model = untied_llama()
     model = untied_llama()
     packed = Packer(LENGTH)(documents())
@@ -91,42 +74,8 @@ def test_as_in_rows_of_their_own() -> None:
     assert count == TokenWeighting(label_shift=1).count(packed)
     expected = torch.stack([each for each, _ in alone]).sum()
     assert relative_error(loss, expected) <= 1e-7  # norms compute in float32
+    assert relative_error(sums(model, packed, use_cache=True)[0], expected) > 1e-4
     loss.backward()
     expected.backward()
     for actual, wanted in zip(packed_model.parameters(), model.parameters(), strict=True):
         assert relative_error(actual.grad, wanted.grad) <= 1e-6
-
-
-class Packed(OwnLoss):
-    """Trains on packed rows."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss, count = sums(self.model, batch)
-        return {"loss": loss, "num_label_tokens": count}
-
-
-def fit_packed() -> dict[str, Tensor]:
-    module = Packed(untied_llama())
-    rank = torch.distributed.get_rank()
-    data = [Packer(LENGTH)(documents(seed)[: 7 - rank]) for seed in (rank, 2 + rank)]
-    strategy = AutomodelStrategy(loss_reduction="sum")
-    make_trainer(strategy, accumulate_grad_batches=2).fit(
-        module, torch.utils.data.DataLoader(data, batch_size=None)
-    )
-    return full_weights(module)
-
-
-def test_trained_on_ranks(pool2: RankPool) -> None:
-    model = untied_llama()
-    optimizer = sgd(model)
-    batches = [Packer(LENGTH)(documents(seed)[: 7 - seed % 2]) for seed in range(4)]
-    count = 0
-    for batch in batches:
-        loss, each_count = sums(model, batch)
-        loss.backward()
-        count += int(each_count)
-    for parameter in model.parameters():
-        parameter.grad.div_(count)
-    optimizer.step()
-    for weights in pool2.run(fit_packed):
-        assert weight_error(Outcome(weights), prefixed(full_weights(model))) <= TOLERANCE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.__main__ import _parser, _plans, main
 from lightning_automodel.plan.layouts import Plan
 from lightning_automodel.plan.recording import CannotPlanError, PlannedBatch, run
+from tests.processes import ROOT
 
 WIDTH = 64
 ROWS = 32
@@ -58,16 +59,9 @@ def build(kind: type[Chain] = Chain) -> tuple[pl.LightningModule, Tensor]:
     return kind(), torch.zeros(ROWS, WIDTH)
 
 
-def reads_values() -> tuple[pl.LightningModule, Tensor]:
-    return build(ReadsValues)
-
-
-def fused() -> tuple[pl.LightningModule, Tensor]:
-    return build(Fused)
-
-
-def manual() -> tuple[pl.LightningModule, Tensor]:
-    return build(Manual)
+reads_values = partial(build, ReadsValues)
+fused = partial(build, Fused)
+manual = partial(build, Manual)
 
 
 def _run(**options: Any) -> PlannedBatch:
@@ -199,22 +193,15 @@ def test_the_plainest_comes_first() -> None:
     assert plain == sorted(plain)
 
 
-def scale_page(
-    models: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[list[str]], list[list[str]]]:
-    """The rows of docs/scale.md that `benchmarks/scale.py` computes for these models, and those that the page has."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+@pytest.mark.parametrize("model", ["8B", pytest.param("70B", marks=pytest.mark.sweep)])
+def test_the_page_of_scale_is_of_this_plan(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """The rows of docs/scale.md that `benchmarks/scale.py` computes for this model are those that the page has."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import scale
 
     lines = [line.strip("|").split("|") for line in scale.PAGE.read_text().splitlines()]
     written = [[cell.strip() for cell in line] for line in lines if len(line) == len(scale.HEADER)]
-    return scale.rows(models), [row for row in written if row[0] in models]
-
-
-@pytest.mark.parametrize("model", ["8B", pytest.param("70B", marks=pytest.mark.sweep)])
-def test_the_page_of_scale_is_of_this_plan(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    computed, written = scale_page((model,), monkeypatch)
-    assert computed == written
+    assert scale.rows((model,)) == [row for row in written if row[0] == model]
 
 
 def test_tensor_and_context_parallel_layouts_of_transformers() -> None:
@@ -253,7 +240,7 @@ def test_tensor_and_context_parallel_layouts_of_transformers() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_runs(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Every layout that runs on a CPU: memory within a tenth, and all collectives and bytes the same."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_check
 
     chosen: list[Any] = [case for case in plan_check.cases() if case.ranks == ranks]
