@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
@@ -29,15 +31,24 @@ from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.processes import NOT_FROM_OUTSIDE, ROOT, forked
-from tests.trainer.exactness import Batch, TinyDecoder, full_weights, micro_batches, relative_error
+from tests.trainer import exactness
+from tests.trainer.exactness import SILENT, Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import train_model_plainly
-from tests.trainer.runs import CASE, SILENT, TOLERANCE, LabelledModule, mean_loss
+from tests.trainer.runs import CASE, LabelledModule, mean_loss
 
 ACCUMULATE = 3
 FAULT_AT_STEP = 3
 FAILING_RANK = 1
 PATIENCE_S = 250.0
 TIMEOUT_S = 20.0
+SETTINGS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "accumulate_grad_batches": ACCUMULATE,
+    "use_distributed_sampler": False,
+    **SILENT,
+}
+"""Of every Trainer here."""
 
 
 class Launched(LabelledModule):
@@ -104,14 +115,21 @@ def make_trainer(folder: Path, **options: Any) -> pl.Trainer:
     """A Trainer of two ranks; further options are the strategy's."""
     return pl.Trainer(
         strategy=AutomodelStrategy(**{"timeout": TIMEOUT_S / 60, **options}),
-        accelerator="cpu",
         devices=2,
-        max_epochs=1,
-        accumulate_grad_batches=ACCUMULATE,
-        use_distributed_sampler=False,
         callbacks=[ModelCheckpoint(folder, monitor="loss", filename="best")],
-        **{**SILENT, "enable_checkpointing": True},
+        **{**SETTINGS, "enable_checkpointing": True},
     )
+
+
+def fit_as_rank(module: Launched, options: dict[str, Any], **settings: Any) -> pl.Trainer:
+    """Train in a process that something else has started; the first rank writes the whole weights."""
+    strategy = AutomodelStrategy(timeout=1, **options)
+    trainer = pl.Trainer(strategy=strategy, default_root_dir=module.folder, **SETTINGS, **settings)
+    trainer.fit(module)
+    weights = full_weights(module.model)
+    if trainer.is_global_zero:
+        torch.save(weights, module.folder / "weights.pt")
+    return trainer
 
 
 def is_launching() -> bool:
@@ -194,9 +212,7 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 
 def assert_exact(found: dict[str, torch.Tensor]) -> None:
     """These are the weights of one process."""
-    (weights, _) = reference()
-    assert found.keys() == weights.keys()
-    assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
+    exactness.assert_exact([found], reference()[0])
 
 
 def _as_program(
@@ -253,6 +269,28 @@ def run(function: Callable[..., None], folder: Path, **options: Any) -> int | No
     with program(function, folder, **options) as process:
         process.join(PATIENCE_S)
         return process.exitcode
+
+
+Runs = dict[tuple[str, str], Future]
+"""By parameter and value: what came of a program, and its folder."""
+
+
+def start_selected(
+    request: pytest.FixtureRequest,
+    factory: pytest.TempPathFactory,
+    what: dict[str, Callable[[Path, str], Any]],
+    at_once: int = 3,
+) -> Iterator[Runs]:
+    """Run `what[parameter](folder, value)` for those that the selected tests of a file have, some at once."""
+
+    def start(parameter: str, value: str) -> tuple[Any, Path]:
+        folder = factory.mktemp("program")
+        return what[parameter](folder, value), folder
+
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [case for item in items if hasattr(item, "callspec") for case in item.callspec.params.items()]
+    with ThreadPoolExecutor(max_workers=at_once) as executor:
+        yield {case: executor.submit(start, *case) for case in cases if case[0] in what}
 
 
 SCRIPT = """

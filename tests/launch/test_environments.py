@@ -5,54 +5,40 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
-from lightning_automodel import AutomodelStrategy
-from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, assert_exact, program, wait_until
+from tests.launch.launched import (
+    ACCUMULATE,
+    PATIENCE_S,
+    Launched,
+    Runs,
+    assert_exact,
+    fit_as_rank,
+    program,
+    start_selected,
+    wait_until,
+)
 from tests.processes import free_port
-from tests.trainer.exactness import relative_error
-from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
+from tests.trainer.exactness import weight_error
+from tests.trainer.runs import CASE, TOLERANCE, train_plainly
 
 REPEAT = 2
 REPEATED = REPEAT * CASE.num_batches
 
 
 def fit(
-    folder: Path, settings: dict[str, Any], environment: str, kubeflow: bool = False, **options: Any
+    folder: Path, variables: dict[str, str], settings: dict[str, Any], environment: str, **options: Any
 ) -> None:
-    """What one rank does; the first writes the whole weights. Further options are the module's."""
-    trainer = pl.Trainer(
-        strategy=AutomodelStrategy(timeout=1),
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=ACCUMULATE,
-        use_distributed_sampler=False,
-        plugins=[KubeflowEnvironment()] if kubeflow else None,
-        default_root_dir=folder,
-        **settings,
-        **SILENT,
-    )
-    assert type(trainer.strategy.cluster_environment).__name__ == environment
-    module = Launched(folder, **options)
-    trainer.fit(module)
-    weights = {name: tensor.full_tensor() for name, tensor in module.model.named_parameters()}
-    if trainer.is_global_zero:
-        torch.save(weights, folder / "weights.pt")
-
-
-def fit_in(folder: Path, variables: dict[str, str], **options: Any) -> None:
-    """As `fit`, with these variables in the environment."""
+    """What one rank does that finds these variables. Further options are the module's."""
     os.environ.update(variables)
-    fit(folder.parent, **options)
+    trainer = fit_as_rank(Launched(folder.parent, **options), {}, **settings)
+    assert type(trainer.strategy.cluster_environment).__name__ == environment
 
 
 def slurm(rank: int, port: int) -> dict[str, str]:
@@ -87,7 +73,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "kubernetes": (kubernetes, {"settings": NODES, "environment": "LightningEnvironment"}),
     "kubeflow": (
         kubeflow,
-        {"settings": NODES, "environment": "KubeflowEnvironment", "kubeflow": True},
+        {"settings": {**NODES, "plugins": [KubeflowEnvironment()]}, "environment": "KubeflowEnvironment"},
     ),
     "slurm": (slurm, {"settings": {"devices": 2}, "environment": "SLURMEnvironment"}),
 }
@@ -103,7 +89,7 @@ def start_both(
     for rank in range(2):
         (folder / str(rank)).mkdir(exist_ok=True)
         told = {"variables": {**variables(rank, port), **(extra or {})}, **fixed, **options}
-        started.append(stack.enter_context(program(fit_in, folder / str(rank), **told)))
+        started.append(stack.enter_context(program(fit, folder / str(rank), **told)))
     return started
 
 
@@ -123,46 +109,40 @@ def run_both(
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[Path, Future]]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Both ranks of every selected environment, and of the jobs under SLURM that a signal stops; two at a time."""
-    items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
-    what = {"requeued": requeue_under_slurm, "stopped": stop_under_slurm}
-    what |= {name: partial(run_both, name=name) for name in names}
-    with ThreadPoolExecutor(max_workers=2) as executor:
-        folders = {name: tmp_path_factory.mktemp(name) for name in what}
-        yield {name: (folder, executor.submit(what[name], folder)) for name, folder in folders.items()}
+    what = {"name": run_both, "stopped_by": stop_under_slurm, "requeued_by": requeue_under_slurm}
+    yield from start_selected(request, tmp_path_factory, what, 2)
 
 
 @pytest.mark.parametrize("name", ["kubeflow", pytest.param("kubernetes", marks=pytest.mark.sweep)])
-def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str) -> None:
+def test_ranks_of_an_environment(runs: Runs, name: str) -> None:
     """They find each other, and train to the weights of one process; under SLURM, `test_requeueing_under_slurm`."""
-    folder, future = runs[name]
-    assert future.result() == [0, 0], logs(folder)
+    statuses, folder = runs["name", name].result()
+    assert statuses == [0, 0], logs(folder)
     assert_exact(torch.load(folder / "weights.pt"))
 
 
-def stop_under_slurm(folder: Path) -> list[int | None]:
-    """Send SIGTERM to a rank while both train; returns the statuses."""
+def stop_under_slurm(folder: Path, name: str) -> list[int | None]:
+    """Send a signal to a rank while both train; returns the statuses."""
     with ExitStack() as stack:
         ranks = start_both(stack, folder, "slurm", repeat=100000)
         wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
-        os.kill(ranks[1].pid, signal.SIGTERM)
+        os.kill(ranks[1].pid, signal.Signals[name])
         for process in ranks:
             process.join(PATIENCE_S)
         return [process.exitcode for process in ranks]
 
 
-def test_sigterm_under_slurm(runs: dict[str, tuple[Path, Future]]) -> None:
+@pytest.mark.parametrize("stopped_by", ["SIGTERM"])
+def test_sigterm_under_slurm(runs: Runs, stopped_by: str) -> None:
     """Lightning's handlers for requeueing run before the guard's: all ranks stop after the same step, whoever asked."""
-    folder, statuses = runs["stopped"]
-    assert statuses.result() == [128 + signal.SIGTERM] * 2, logs(folder)
+    statuses, folder = runs["stopped_by", stopped_by].result()
+    assert statuses == [128 + signal.SIGTERM] * 2, logs(folder)
     assert "Rank 1 received SIGTERM: all ranks stop after this step." in (folder / "0" / "log").read_text()
 
 
-def requeue_under_slurm(folder: Path) -> tuple[list[int | None], str, list[int | None]]:
+def requeue_under_slurm(folder: Path, name: str) -> tuple[list[int | None], str, list[int | None]]:
     """Send SLURM's signal to a rank, and run the job again: statuses and output of the first, statuses of the other."""
     scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -170,15 +150,15 @@ def requeue_under_slurm(folder: Path) -> tuple[list[int | None], str, list[int |
     scontrol.chmod(0o755)
     variables = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
     # Slow steps: the ranks agree on one within a second or two.
-    stopped = run_both(folder, "slurm", variables, fault="SIGUSR1", repeat=REPEAT, pause_s=0.4)
+    stopped = run_both(folder, "slurm", variables, fault=name, repeat=REPEAT, pause_s=0.4)
     told = logs(folder)
     return stopped, told, run_both(folder, "slurm", repeat=REPEAT)
 
 
-def test_requeueing_under_slurm(runs: dict[str, tuple[Path, Future]]) -> None:
+@pytest.mark.parametrize("requeued_by", ["SIGUSR1"])
+def test_requeueing_under_slurm(runs: Runs, requeued_by: str) -> None:
     """Whichever rank receives the signal, all save after the same step, rank 0 requeues the job, and that goes on."""
-    folder, outcome = runs["requeued"]
-    stopped, told, went_on = outcome.result()
+    (stopped, told, went_on), folder = runs["requeued_by", requeued_by].result()
     assert stopped == [128 + signal.SIGTERM] * 2, told
     assert told.count("Rank 1 was told to save and requeue: all ranks stop after this step.") == 2, told
     assert (folder / "requeued").read_text().strip() == "requeue 4711"
@@ -189,4 +169,4 @@ def test_requeueing_under_slurm(runs: dict[str, tuple[Path, Future]]) -> None:
     found = torch.load(folder / "weights.pt")
     windows = [list(range(REPEATED))[start : start + ACCUMULATE] for start in range(0, REPEATED, ACCUMULATE)]
     expected = train_plainly([[index % CASE.num_batches for index in window] for window in windows])
-    assert max(relative_error(found[name], weight) for name, weight in expected.items()) < TOLERANCE
+    assert weight_error(found, expected) <= TOLERANCE

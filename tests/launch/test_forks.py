@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -17,12 +15,14 @@ from torch import nn
 
 from lightning_automodel.launch.forks import load_trained_weights
 from tests.launch.launched import (
+    Runs,
     assert_gone,
     fail,
     is_running,
     program,
     ranks,
     run,
+    start_selected,
     tune,
     wait_until,
 )
@@ -31,53 +31,32 @@ from tests.launch.launched import (
 # The rank that has failed ends first, or the one that knows of it.
 FAULTS = {
     "exception": (1, "ProcessRaisedException: ", "ValueError: no labels here"),
-    "finish": (
-        1,
-        "ProcessRaisedException: ",
-        r"sys\.exit\(0\) has ended the run|SystemExit: exit status 0",
-    ),
+    "finish": (1, "ProcessRaisedException: ", r"sys\.exit\(0\) has ended the run|SystemExit: exit status 0"),
     "exit": (1, "", r"process 1 terminated with exit code 3|SystemExit: exit status 3"),
-    "leave": (
-        1,
-        "ProcessRaisedException: ",
-        "RankFailedError: rank 1 on .* last seen in ",
-    ),
+    "leave": (1, "ProcessRaisedException: ", "RankFailedError: rank 1 on .* last seen in "),
     "SIGKILL": (1, "ProcessExitedException: ", "process 1 terminated with signal SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Any, Future]]:
-    """What happens in each selected case, three at a time; it is looked at in the case's folder."""
-    items = [
-        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-    ]
-    cases = [
-        (item.originalname, *item.callspec.params.values()) for item in items if "runs" in item.fixturenames
-    ]
-    what: dict[str, Callable[..., Any]] = {
-        "test_rank_fails": lambda folder, fault: run(fail, folder, start_method="fork", fault=fault),
-        "test_launching_process_is_ended": end_launching_process,
-    }
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Status of each selected program, three at a time."""
 
-    def start(name: str, *args: str) -> tuple[Any, Path]:
-        folder = tmp_path_factory.mktemp("program")
-        return what[name](folder, *args), folder
+    def fail_in_fork(folder: Path, fault: str) -> int | None:
+        return run(fail, folder, start_method="fork", fault=fault)
 
-    with ThreadPoolExecutor(max_workers=3) as executor:
-        yield {case: executor.submit(start, *case) for case in cases}
+    what = {"fault": fail_in_fork, "ended_by": end_launching_process}
+    yield from start_selected(request, tmp_path_factory, what)
 
 
 @pytest.mark.parametrize(
     "fault",
     [name if name == "exception" else pytest.param(name, marks=pytest.mark.sweep) for name in FAULTS],
 )
-def test_rank_fails(runs: dict[Any, Future], fault: str) -> None:
+def test_rank_fails(runs: Runs, fault: str) -> None:
     """All leave, and the launching process raises what names the rank and tells why."""
-    status, folder = runs["test_rank_fails", fault].result()
+    status, folder = runs["fault", fault].result()
     expected, beginning, cause = FAULTS[fault]
     error = (folder / "error").read_text()
     assert status == expected, (folder / "log").read_text()
@@ -99,12 +78,12 @@ def end_launching_process(folder: Path, name: str) -> int | None:
         return launching.exitcode
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_launching_process_is_ended(runs: dict[Any, Future], name: str) -> None:
+@pytest.mark.parametrize("ended_by", ["SIGTERM", "SIGKILL"])
+def test_launching_process_is_ended(runs: Runs, ended_by: str) -> None:
     """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
-    status, folder = runs["test_launching_process_is_ended", name].result()
+    status, folder = runs["ended_by", ended_by].result()
     log = (folder / "log").read_text()
-    if name == "SIGTERM":
+    if ended_by == "SIGTERM":
         assert status == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:

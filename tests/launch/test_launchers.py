@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.launch.forks import ForkLauncher
 from tests.launch.launched import (
     PATIENCE_S,
+    Runs,
     Terminal,
     assert_exact,
     assert_gone,
@@ -28,6 +28,7 @@ from tests.launch.launched import (
     ranks,
     reference,
     run,
+    start_selected,
     train,
     train_and_fail,
     wait_until,
@@ -45,54 +46,32 @@ SCRIPT_FAILS = {
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future]]:
-    """Every selected program, three at a time, as what they start imports for long: its status, and its folder."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Every selected program, three at a time, as what they start imports for long: its status, or what it said."""
 
-    def train_in_forks(engines: list[str]) -> tuple[int | None, Path]:
-        folder = tmp_path_factory.mktemp("program")
+    def train_both(folder: Path, method: str) -> int | None:
         # Testing starts ranks just as training does.
-        return run(train, folder, engines=engines, tests=True, start_method="fork"), folder
+        return run(train, folder, engines=["fsdp2", "ddp"], tests=True, start_method=method)
 
-    def fail_in_script(fault: str) -> tuple[int | None, Path]:
-        folder = tmp_path_factory.mktemp("program")
+    def fail_in_script(folder: Path, fault: str) -> int | None:
         # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever
         # wait.
-        return run(train_and_fail, folder, is_script=True, fault=fault, timeout=PATIENCE_S / 60), folder
+        return run(train_and_fail, folder, is_script=True, fault=fault, timeout=PATIENCE_S / 60)
 
-    cases = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec") and "runs" in item.fixturenames
-    ]
-    with ThreadPoolExecutor(max_workers=3) as executor:
-        programs = {
-            f"{fault} in script": executor.submit(fail_in_script, fault) for fault in _all(cases, "fault")
-        }
-        folder = tmp_path_factory.mktemp
-        programs |= {
-            f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
-            for method in _all(cases, "interrupted")
-        }
-        if engines := _all(cases, "engine"):
-            programs["fork"] = executor.submit(train_in_forks, engines)
-        yield programs
+    what = {"fault": fail_in_script, "interrupted": _interrupt, "method": train_both}
+    yield from start_selected(request, tmp_path_factory, what)
 
 
-def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
-    return [case[name] for case in cases if name in case]
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_results_of_workers(runs: dict[str, Future], engine: str) -> None:
+@pytest.mark.parametrize("method", ["fork"])
+def test_results_of_workers(runs: Runs, method: str) -> None:
     """Weights, metrics and checkpoint paths are in the launching process; test takes the trained weights."""
-    status, folder = runs["fork"].result()
+    status, folder = runs["method", method].result()
     assert status == 0, (folder / "log").read_text()
-    found = results_in(folder, engine)
+    sharded = results_in(folder, "fsdp2")
+    results_in(folder, "ddp")
     _, test_loss = reference()
-    assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert found.get("metrics") == (["test_loss"] if engine == "fsdp2" else None)
+    assert all(relative_error(loss, test_loss) < TOLERANCE for loss in sharded["tested"])
+    assert sharded["metrics"] == ["test_loss"]
 
 
 def results_in(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
@@ -109,9 +88,9 @@ def results_in(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     "fault",
     [name if name == "SIGKILL" else pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPT_FAILS],
 )
-def test_script_fails(runs: dict[str, Future], fault: str) -> None:
+def test_script_fails(runs: Runs, fault: str) -> None:
     """The launching rank, which has trained exactly before, leaves with the cause, also where the other never came."""
-    status, folder = runs[f"{fault} in script"].result()
+    status, folder = runs["fault", fault].result()
     output = (folder / "log").read_text()
     expected, message = SCRIPT_FAILS[fault]
     assert status == expected, output
@@ -122,9 +101,9 @@ def test_script_fails(runs: dict[str, Future], fault: str) -> None:
 
 
 @pytest.mark.parametrize("interrupted", ["fork", pytest.param("popen", marks=pytest.mark.sweep)])
-def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
+def test_ctrl_c(runs: Runs, interrupted: str) -> None:
     """One rank waits in a collective, one sleeps: both leave at once, without a traceback, as under Lightning."""
-    status, output, seconds = runs[f"ctrl-c {interrupted}"].result()
+    (status, output, seconds), _ = runs["interrupted", interrupted].result()
     assert status == 1, output
     assert "Detected KeyboardInterrupt" in output
     assert "Traceback" not in output
@@ -135,7 +114,7 @@ def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     assert seconds < 60
 
 
-def _interrupt(method: str, folder: Path) -> tuple[int | None, str, float]:
+def _interrupt(folder: Path, method: str) -> tuple[int | None, str, float]:
     """Press Ctrl-C once both ranks train: the program's status, what it printed, and how long it took to leave."""
     terminal = Terminal()
     options = {"fault": "slow", "start_method": method, "timeout": PATIENCE_S / 60}

@@ -16,40 +16,19 @@ ROOT = Path(__file__).parents[2]
 
 def train(settings: dict[str, Any]) -> None:
     """What Ray runs in each worker; `ray.train.lightning.prepare_trainer` refuses other strategies."""
-    import lightning.pytorch as pl
     from ray.train.lightning import RayLightningEnvironment
 
-    from lightning_automodel import AutomodelStrategy
-    from tests.launch.launched import ACCUMULATE, Launched
-    from tests.trainer.runs import SILENT
+    from tests.launch.launched import Launched, fit_as_rank
 
-    folder = Path(settings["folder"])
-    trainer = pl.Trainer(
-        strategy=AutomodelStrategy(timeout=1, **settings["options"]),
-        accelerator="cpu",
-        devices=2,
-        plugins=[RayLightningEnvironment()],
-        max_epochs=1,
-        accumulate_grad_batches=ACCUMULATE,
-        use_distributed_sampler=False,
-        **SILENT,
-    )
-    module = Launched(folder, fault=settings["fault"])
-    trainer.fit(module)
-    weights = {name: getattr(p, "full_tensor", p.clone)() for name, p in module.model.named_parameters()}
-    if trainer.is_global_zero:
-        torch.save(weights, folder / "weights.pt")
+    module = Launched(Path(settings["folder"]), fault=settings["fault"])
+    fit_as_rank(module, settings["options"], devices=2, plugins=[RayLightningEnvironment()])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Any:
     variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        runtime_env={"env_vars": variables},
-        _node_ip_address="127.0.0.1",
-    )
+    environment = {"env_vars": variables}
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env=environment, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
 
