@@ -12,18 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy
 from tests.free_memory import pretended
 from tests.resume.resuming import Recorder
-from tests.search.block import first_block
+from tests.search.block import first_block, spread
 from tests.search.callbacks import Stops, make_callbacks
 from tests.search.cases import Case
 from tests.search.data import aux_loss, count, cross_entropy, data, packed, unpacked
-from tests.search.mixture import spread
 from tests.search.net import (
     Critic,
     Net,
@@ -45,7 +43,8 @@ from tests.search.user_code import (
     token_loss,
     write,
 )
-from tests.trainer.exactness import SILENT, full_weights
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import make_trainer
 
 
 class Searched(LightningModule):
@@ -360,20 +359,15 @@ def _fit(
         callbacks.append(Stops(stop, folder / f"stop{number}.ckpt"))
     validates = "validate" in case.callbacks
     scheduled = len(case.accumulation) > 1
-    trainer = Trainer(
+    trainer = make_trainer(
+        make_strategy(case),
         **{
-            **SILENT,
-            "strategy": make_strategy(case),
             "accelerator": "cpu",
-            "devices": case.num_ranks,
-            "plugins": [LightningEnvironment()],
             "precision": "64-true",
             "max_epochs": case.epochs,
             "accumulate_grad_batches": 1 if scheduled or case.manual is not None else case.accumulation[0],
             "gradient_clip_val": {None: None, "norm": CLIP_NORM, "value": CLIP_VALUE}[case.clip],
             "gradient_clip_algorithm": case.clip,
-            "use_distributed_sampler": False,
-            "num_sanity_val_steps": 0,
             "enable_checkpointing": "checkpoint" in case.callbacks or stop is not None,
             "callbacks": callbacks,
             "default_root_dir": folder,
@@ -381,7 +375,7 @@ def _fit(
             "limit_val_batches": 1 if validates else 0,
             "logger": Recorder() if "monitor" in case.callbacks else False,
             **dict(case.trainer),
-        }
+        },
     )
     batches = [packed(case, *each) for each in data(case)[dist.get_rank()]]
     loader = DataLoader(Stream(batches) if case.stream else batches, batch_size=None)

@@ -203,6 +203,15 @@ def _squashed(gradient: Tensor) -> Tensor:
     return 0.1 * gradient / (1e-2 + gradient.abs())
 
 
+_KEPT: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda parameter: {"weight": parameter}, lambda kept: kept["weight"]),
+    "list": (lambda parameter: [parameter], lambda kept: kept[0]),
+    "closure": (lambda parameter: lambda: parameter, lambda kept: kept()),
+    "object": (lambda parameter: SimpleNamespace(weight=parameter), lambda kept: kept.weight),
+}
+"""In what a parameter is kept past the module tree, and how it is read there."""
+
+
 def attach(case: Case, net: Any) -> None:
     """Give a module that is made what this case's user code needs, before its weights are drawn."""
     block = first_block(net)
@@ -211,12 +220,7 @@ def attach(case: Case, net: Any) -> None:
         if whose == "root":
             net.reachable = nn.Parameter(torch.ones(WIDTH))
         parameter = net.reachable if whose == "root" else block.linear.weight
-        net.kept = {
-            "dict": lambda: {"weight": parameter},
-            "list": lambda: [parameter],
-            "closure": lambda: lambda: parameter,
-            "object": lambda: SimpleNamespace(weight=parameter),
-        }[how]()
+        net.kept = _KEPT[how][0](parameter)
     if any(each.startswith("unit_") for each in case.writes):
         net.teacher_block = nn.ModuleList([copy.deepcopy(block)]).requires_grad_(False)
     change = _scaled if case.backward is not None and "scale" in case.backward else _squashed
@@ -233,14 +237,8 @@ def attach(case: Case, net: Any) -> None:
 def altered(case: Case, net: Any, hidden: Tensor) -> Tensor:
     """[b, s, d] hidden states, after what the case's user code adds to the forward."""
     if case.alias is not None:
-        kept = net.kept
-        (how, _, whose) = case.alias.partition("@")
-        parameter = {
-            "dict": lambda: kept["weight"],
-            "list": lambda: kept[0],
-            "closure": lambda: kept(),
-            "object": lambda: kept.weight,
-        }[how]()
+        how, _, whose = case.alias.partition("@")
+        parameter = _KEPT[how][1](net.kept)
         hidden = hidden * (1 + parameter) if whose == "root" else hidden + torch.tanh(hidden @ parameter.T)
     if case.backward in ("function_clip", "function_reverse"):
         hidden = (_Clipped if case.backward == "function_clip" else _Reversed).apply(hidden)
