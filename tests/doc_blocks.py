@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 import lightning_automodel
 from lightning_automodel import AutomodelStrategy
 from tests.processes import ROOT
+from tests.trainer.exactness import SILENT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(
@@ -190,15 +191,8 @@ class OneProcess(lightning.Trainer):
     __signature__ = inspect.signature(lightning.Trainer)
 
     def __init__(self, **options: Any) -> None:
-        here = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "num_nodes": 1,
-            "logger": False,
-            "enable_progress_bar": False,
-        }
-        quiet = {"enable_model_summary": False, "enable_checkpointing": False}
-        super().__init__(**{"max_epochs": 1, **options, **here, **quiet})
+        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **SILENT}
+        super().__init__(**{"max_epochs": 1, **options, **here})
 
     def fit(self, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         self.fitted.add(type(model))
@@ -257,23 +251,15 @@ def fit_what_is_new(new: dict[str, Any], block: Block, options: dict[str, Any]) 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def undefined_names(page: Path, folder: Path) -> str:
-    """What ruff says of names that neither the page's blocks nor what readers have define."""
-    script = folder / "page.py"
-    texts = [block.text for block in blocks(page, "python", "diff")]
-    script.write_text("\n".join([PRELUDE, SETUP.get(str(page.relative_to(ROOT)), ""), *texts]))
-    ruff = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select",
-        "F821,E9",
-        "--output-format",
-        "concise",
-    ]
-    return subprocess.run([*ruff, str(script)], capture_output=True, text=True, check=False).stdout
+def undefined_names(folder: Path) -> str:
+    """What ruff says of names that neither a page's blocks nor what readers have define."""
+    for page in PAGES:
+        texts = [block.text for block in blocks(page, "python", "diff")]
+        setup = SETUP.get(str(page.relative_to(ROOT)), "")
+        (folder / f"{page.stem}.py").write_text("\n".join([PRELUDE, setup, *texts]))
+    options = ["--isolated", "--select", "F821,E9", "--output-format", "concise"]
+    command = [sys.executable, "-m", "ruff", "check", *options, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def unknown_keywords(block: Block, namespace: dict[str, Any]) -> Iterator[str]:

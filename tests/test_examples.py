@@ -23,6 +23,7 @@ from tests.processes import ROOT, run_anew
 from tests.rank_pool import RankPool
 
 EXAMPLES = ROOT / "examples"
+NUM_VAL_EXAMPLES = 16
 
 
 def _run(folder: str, script: str, arguments: list[str]) -> str:
@@ -36,6 +37,10 @@ def _run(folder: str, script: str, arguments: list[str]) -> str:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.setattr(sys, "argv", [script, *arguments])
             patch.syspath_prepend(str(EXAMPLES))
+            from docstrings import DocstringData
+
+            *defaults, _ = DocstringData.__init__.__defaults__
+            patch.setattr(DocstringData.__init__, "__defaults__", (*defaults, NUM_VAL_EXAMPLES))
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 handler = logging.StreamHandler(printed)
                 logging.getLogger("lightning_automodel").addHandler(handler)
@@ -233,14 +238,7 @@ def test_preemption(folder: Folder) -> None:
 @pytest.mark.parametrize("config", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_cli(folder: Folder, config: str) -> None:
     """The same training from a YAML file, with what the command line says instead."""
-    overridden = [
-        "--trainer.max_steps",
-        "2",
-        "--data.num_val_examples",
-        "16",
-        "--trainer.val_check_interval",
-        "8",
-    ]
+    overridden = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "8"]
     file = str(EXAMPLES / "configs" / f"{config}.yaml")
     printed = folder.run("cli.py", "fit", "--config", file, *overridden)
     before, after = numbers(HELD_BACK, printed)
