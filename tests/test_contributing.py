@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT
+
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 FOLDERS = [ROOT / name for name in ("lightning_automodel", "tests", "docs", "examples", "benchmarks")]
 

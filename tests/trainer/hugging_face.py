@@ -109,22 +109,23 @@ def mixtral() -> PreTrainedModel:
 
 def lora_llama(**options: Any) -> nn.Module:
     """`tied_llama`, frozen, with adapters of rank 2 beside the queries and the first feed-forward matrix."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], **options
-    )
-    model = get_peft_model(tied_llama(), config)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return filled(model, only=trainable)
+    modules = ["q_proj", "up_proj"]
+    return _adapted(LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=modules, **options))
 
 
 def vera_llama() -> nn.Module:
     """`tied_llama` with VeRA, whose random projections are buffers that PEFT saves with the adapters."""
-    from peft import VeraConfig, get_peft_model
+    from peft import VeraConfig
 
-    config = VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
-    model = get_peft_model(tied_llama(), config).double()
+    return _adapted(VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+
+
+def _adapted(config: Any) -> nn.Module:
+    from peft import get_peft_model
+
+    model = get_peft_model(tied_llama(), config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return filled(model, only=trainable)
 

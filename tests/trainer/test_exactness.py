@@ -75,11 +75,8 @@ def fit(case: Case, options: dict[str, Any]) -> tuple[dict[str, Tensor], Report]
     strategy = AutomodelStrategy(**told | options)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader(case))
     last = strategy.last_step
-    return full_weights(module.model), (
-        int(last.num_label_tokens),
-        int(last.num_micro_batches),
-        float(last.loss),
-    )
+    report = int(last.num_label_tokens), int(last.num_micro_batches), float(last.loss)
+    return full_weights(module.model), report
 
 
 def reference(case: Case) -> tuple[dict[str, Tensor], Report]:
@@ -115,11 +112,10 @@ def test_weights_equal_one_process(pool2: RankPool, case: Case, options: dict[st
             assert relative_error(report[2], loss) <= TOLERANCE
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("engine", [{}, DDP], ids=["fsdp2", "ddp"])
+@pytest.mark.every_case
 @pytest.mark.parametrize("wrong", [{"per_token_loss": False}, {"label_shift": 0}], ids=str)
-def test_a_wrong_weight_is_caught(pool2: RankPool, wrong: dict[str, Any], engine: dict[str, Any]) -> None:
+def test_a_wrong_weight_is_caught(pool2: RankPool, wrong: dict[str, Any]) -> None:
     """Means of micro-batches, and a count that takes in dropped labels, are far off."""
     case = replace(SHIFTED, gap="none")
-    for weights, _ in pool2.run(fit, case, {**wrong, **engine}):
+    for weights, _ in pool2.run(fit, case, wrong):
         assert weight_error(weights, reference(case)[0]) > WRONG

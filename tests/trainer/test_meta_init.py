@@ -81,10 +81,13 @@ class Decoder(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids)
+        hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(self.norm(hidden))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids)
 
 
 class Configured(ModelModule):
@@ -184,11 +187,8 @@ class Forgetful(Decoder):
         self.shift = nn.Parameter(torch.full((WIDTH,), 0.5))
         self.register_buffer("slope", torch.full((WIDTH,), 1.5), persistent=persistent)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids) * self.slope + self.shift
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(self.norm(hidden))
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) * self.slope + self.shift
 
 
 def _two_epochs(options: dict[str, Any], module: ModelModule, path: str, resumes: bool) -> dict[str, Tensor]:
