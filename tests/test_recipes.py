@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import SILENT, full_weights, relative_error
+from tests.trainer.exactness import SILENT, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, make_trainer
 
 VOCABULARY = 7
@@ -207,6 +207,13 @@ def train(name: str, options: dict[str, Any], accumulate: int) -> dict[str, Tens
     return full_weights(module)
 
 
+def train_alone(module: L.LightningModule, whole: list[Any]) -> dict[str, Tensor]:
+    """One process, which takes all batches of a step as one, under Lightning alone."""
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **SILENT)
+    trainer.fit(module, DataLoader(whole, batch_size=None))
+    return full_weights(module)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "engine"),
@@ -216,7 +223,7 @@ def train(name: str, options: dict[str, Any], accumulate: int) -> dict[str, Tens
 def test_trains_like_one_process(
     pool2: RankPool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes all batches of a step as one, under Lightning alone."""
+    """Of `train_alone`."""
     monkeypatch.setattr(L.LightningModule, "backward", lambda self, loss, **count: loss.backward())
     module, _ = recipe(name)
     before = full_weights(module)
@@ -224,32 +231,26 @@ def test_trains_like_one_process(
     first, second = batches(name)
     steps = range(0, len(first), accumulate)
     whole = [merged([*first[at : at + accumulate], *second[at : at + accumulate]]) for at in steps]
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **SILENT)
-    trainer.fit(module, DataLoader(whole, batch_size=None))
-    expected = full_weights(module)
-    assert max(relative_error(before[key], expected[key]) for key in expected) > 1e-3
+    expected = train_alone(module, whole)
+    assert weight_error(before, expected) > 1e-3
     options: dict[str, Any] = {"data_parallel": engine}
     if engine == "ddp" and not module.automatic_optimization:
         options["ddp_kwargs"] = {"find_unused_parameters": True}
     for weights in pool2.run(train, name, options, accumulate):
-        assert max(relative_error(weights[key], expected[key]) for key in expected) < TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 def test_the_mean_by_which_a_loss_is_divided_leaves_padding_out(pool2: RankPool) -> None:
     """Rank 1 has a batch less."""
-    module, _ = recipe("Potential")
     first, second = batches("Potential")
     whole = [merged(parts) for parts in zip(first[:-1], second[:-1], strict=True)] + first[-1:]
-    L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(
-        module, DataLoader(whole, batch_size=None)
-    )
-    expected = full_weights(module)
+    expected = train_alone(recipe("Potential")[0], whole)
     for weights in pool2.run(train, "Potential", {"uneven_inputs": "pad"}, 1):
-        assert max(relative_error(weights[key], expected[key]) for key in expected) < TOLERANCE
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 def test_another_count_is_seen(pool2: RankPool) -> None:
     """What the comparison above would say of a recipe that does not count."""
     counted, _ = pool2.run(train, "Student", {}, 2)
     plain, _ = pool2.run(train, "Student", {"per_token_loss": False}, 2)
-    assert max(relative_error(counted[key], plain[key]) for key in counted) > 1e-3
+    assert weight_error(counted, plain) > 1e-3

@@ -1,14 +1,18 @@
-"""What a Trainer can be told, and what people write first: under both engines, as the plain loop does."""
+"""What a Trainer can be told, by a program or by a YAML file: under both engines, as the plain loop does."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
@@ -16,6 +20,7 @@ from torch import Tensor
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, full_weights, weight_error
+from tests.trainer.plain import prefixed
 from tests.trainer.runs import (
     CASE,
     TOLERANCE,
@@ -97,3 +102,75 @@ def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> No
         plugins: list[Any] = [TorchCheckpointIO(), Precision(), LightningEnvironment()]
         trainer = Trainer(strategy=each, accelerator="cpu", devices=1, plugins=plugins, logger=False)
         assert trainer.strategy.checkpoint_io is plugins[0]
+
+
+# --- A YAML file; `tests/test_public_names.py` has registered names
+
+YAML = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  accumulate_grad_batches: 3
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  use_distributed_sampler: false
+  plugins:
+    - class_path: lightning.pytorch.plugins.environments.LightningEnvironment
+  strategy:
+    class_path: lightning_automodel.AutomodelStrategy
+    init_args:
+      data_parallel: fsdp2
+      data_parallel_size: auto
+      data_parallel_replicate_size: 2
+      ddp_kwargs: {}
+      per_token_loss: true
+      loss_reduction: mean
+      label_key: labels
+      ignore_index: -100
+      label_shift: 0
+      count_label_tokens: null
+      defer_fsdp_grad_sync: all_reduce
+      reshard_during_accumulation: auto
+      auto_wrap_policy: null
+      reshard_after_forward: true
+      mp_policy:
+        param_dtype: torch.float64
+        reduce_dtype: torch.float64
+        cast_forward_inputs: false
+      cpu_offload: false
+      activation_checkpointing: [tests.trainer.exactness.Block, torch.nn.LayerNorm]
+      track_grad_norm: true
+      error_if_nonfinite: true
+      process_group_backend: gloo
+      timeout: '0:02:00'
+"""
+
+
+class FromCommandLine(LabelledModule):
+    """A module without arguments, with its own data."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def _fit_from_yaml(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    path = Path(folder) / f"{dist.get_rank()}.yaml"
+    path.write_text(YAML)
+    cli = LightningCLI(FromCommandLine, args=["fit", "--config", str(path)], save_config_callback=None)
+    return full_weights(cli.model), cli.trainer.strategy.describe()
+
+
+def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
+    """Every option is read, dtypes by their names, and trained with exactly."""
+    expected = prefixed(train_plainly(EPOCH))
+    for weights, described in pool2.run(_fit_from_yaml, str(tmp_path)):
+        assert described["options"]["timeout"] == timedelta(minutes=2)
+        assert described["precision"]["reduction"] == "torch.float64"
+        assert described["mesh"].items() >= {"data_parallel_replicate": 2, "data_parallel_shard": 1}.items()
+        recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
+        assert described["activation_checkpointing"] == recomputed
+        assert weight_error(weights, expected) <= TOLERANCE
