@@ -201,15 +201,9 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: c.snippet == "state dict" and c.norm == "batch", {"norm": None}),
     # The block would write to rows of the embedding, at another time on each rank, and by `.data`, which
     # nothing counts.
-    (
-        lambda c: c.functional == "made" and "clamp@block" in c.writes,
-        {"functional": "own"},
-    ),
+    (lambda c: c.functional == "made" and "clamp@block" in c.writes, {"functional": "own"}),
     # What a block computes again in the backward is no longer inside of the functional call.
-    (
-        lambda c: c.functional is not None,
-        {"strategy": dropped("strategy", "activation_checkpointing")},
-    ),
+    (lambda c: c.functional is not None, {"strategy": dropped("strategy", "activation_checkpointing")}),
     # A block that is a part of a unit cannot be called by itself.
     (
         lambda c: (

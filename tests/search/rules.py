@@ -99,19 +99,13 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         lambda c: c.tell.startswith("returned") and has(c, "count_window_ahead"),
         {"strategy": dropped("strategy", "count_window_ahead")},
     ),
-    (
-        lambda c: c.aux and c.tell.startswith("returned"),
-        {"tell": "callable", "weighted": False},
-    ),
+    (lambda c: c.aux and c.tell.startswith("returned"), {"tell": "callable", "weighted": False}),
     (
         lambda c: c.aux and not has(c, "count_window_ahead") and c.tell != "equal",
         {"strategy": lambda c: (*c.strategy, ("count_window_ahead", True))},
     ),
     (lambda c: c.aux and c.loss_reduction == "sum", {"aux": False}),
-    (
-        lambda c: has(c, "count_window_ahead"),
-        {"skip": (), "hooks": dropped("hooks", "zero_in_mid_window")},
-    ),
+    (lambda c: has(c, "count_window_ahead"), {"skip": (), "hooks": dropped("hooks", "zero_in_mid_window")}),
     (lambda c: c.gap == "rank" and c.tell == "equal", {"gap": None}),
     (lambda c: c.thaw is not None, {"frozen": None, "callbacks": dropped("callbacks", "finetuning")}),
     (lambda c: "finetuning" in c.callbacks, {"frozen": None, "optimizer": "sgd", "schedule": None}),
@@ -144,10 +138,7 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         },
     ),
     (lambda c: c.stream, {"trainer": dropped("trainer", "limit_train_batches")}),
-    (
-        lambda c: c.stream and "swa" in c.callbacks,
-        {"stream": False},
-    ),
+    (lambda c: c.stream and "swa" in c.callbacks, {"stream": False}),
     (lambda c: c.skip and any(s >= c.num_batches for s in c.skip), {"skip": ()}),
     (lambda c: c.skip, {"stops": ()}),
     (
@@ -187,7 +178,7 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: len(c.accumulation) > 1, {"epochs": lambda c: max(c.epochs, 2)}),
     # A window that a stop leaves open begins again, with what its forwards have counted: `tests.resume.search`
     # stops there.
-    (lambda c: c.stops, {"stops": lambda c: _window_ends(c)}),
+    (lambda c: c.stops, {"stops": _window_ends}),
     (lambda c: c.stops, {"stops": lambda c: tuple(s for s in c.stops if s < c.epochs * c.num_batches)}),
     (
         lambda c: c.stops,

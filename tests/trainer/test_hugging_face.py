@@ -136,10 +136,7 @@ def test_which_models_shift_labels() -> None:
 @pytest.mark.parametrize(
     ("make_model", "case", "shift", "advice"),
     first_by_default(
-        [
-            (tied_llama, CAUSAL, 0, "pass label_shift=1"),
-            (t5, SEQ2SEQ, 1, "any other needs label_shift=0"),
-        ]
+        [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "any other needs label_shift=0")]
     ),
 )
 def test_wrong_shift(
