@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -278,7 +278,7 @@ Runs = dict[tuple[str, str], Future]
 def start_selected(
     request: pytest.FixtureRequest,
     factory: pytest.TempPathFactory,
-    what: dict[str, Callable[[Path, str], Any]],
+    what: Mapping[str, Callable[[Path, str], Any]],
     at_once: int = 3,
 ) -> Iterator[Runs]:
     """Run `what[parameter](folder, value)` for those that the selected tests of a file have, some at once."""
