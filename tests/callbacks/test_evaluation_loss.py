@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss
-from tests.data.test_uneven_inputs import Stream
+from tests.data.plain import Stream
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import PLAN, SILENT, Batch, TinyDecoder, full_weights, micro_batches
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss

@@ -26,12 +26,11 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
-from tests.data.plain import train_windows
+from tests.checkpoint.checkpoints import Saves
+from tests.data.plain import ENGINES, train_windows
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import PLAN, assert_exact, full_weights, weight_error
 from tests.trainer.runs import LabelledModule, make_trainer
-
-ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
 
 class Rows(Dataset):
@@ -236,15 +235,8 @@ class Reduces(LabelledModule):
             self.all_gather(own, self.half if self.gathers == "half" else None, sync_grads=True)
         self.own.append((int(own), self.trainer.strategy.is_filler))
         reduce = self.trainer.strategy.reduce
-        self.log("logged", own.double(), on_step=True, batch_size=1, sync_dist=True)
-        self.log(
-            "half logged",
-            own.double(),
-            on_step=True,
-            batch_size=1,
-            sync_dist=True,
-            sync_dist_group=self.half,
-        )
+        for name, group in (("logged", None), ("half logged", self.half)):
+            self.log(name, own.double(), batch_size=1, sync_dist=True, sync_dist_group=group)
         values = {
             "mean": reduce(own, reduce_op="mean"),
             "complex": reduce(own * 1j, reduce_op="mean").imag,
@@ -278,12 +270,9 @@ def test_means_leave_padding_batches_out(pool4: RankPool, length: int) -> None:
         assert sum(is_padding for _, is_padding in own) == (8 - length) * step
         for rank, (_, reduced) in enumerate(results):
             half = own[rank // 2 * 2 :][:2]
-            expected = {"mean": _mean(own), "complex": _mean(own), "logged": _mean(own)}
-            expected |= {
-                "half": _mean(half),
-                "half logged": _mean(half),
-                "sum": sum(value for value, _ in own),
-            }
+            expected = dict.fromkeys(("mean", "complex", "logged"), _mean(own))
+            expected |= dict.fromkeys(("half", "half logged"), _mean(half))
+            expected["sum"] = sum(value for value, _ in own)
             if all(is_padding for _, is_padding in half):  # a loss may be divided by it
                 expected["half"] = sum(value for value, _ in half) / 2
             assert reduced[step] == pytest.approx(expected, rel=1e-6)
@@ -465,18 +454,6 @@ def test_one_of_several_loaders_is_refused(pool2: RankPool) -> None:
 # --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
-class Saves(Callback):
-    def __init__(self, folder: Path, after: tuple[int, ...]) -> None:
-        self.folder = folder
-        self.after = after
-        self.batches = 0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.batches += 1
-        if self.batches in self.after:
-            trainer.save_checkpoint(self.folder / str(self.batches))
-
-
 def _train(
     options: dict[str, Any],
     length: int,
@@ -492,7 +469,7 @@ def _train(
         max_epochs=2,
         accumulate_grad_batches=2,
         use_distributed_sampler=True,
-        callbacks=[Saves(folder, after)],
+        callbacks=[Saves("on_train_batch_end", number, folder / str(number)) for number in after],
     )
     trainer.fit(module, DataLoader(Rows(length), size, shuffle=True), ckpt_path=path)
     return full_weights(module.model), module.seen
@@ -537,7 +514,7 @@ def _fit_by_own_numbers(kind: str) -> list[list[int]]:
         if kind == "sampler":
             sampler = SubsetRandomSampler(range(0, 21, 2))
         module = SeenByEpoch()
-        trainer = make_trainer(AutomodelStrategy(), max_epochs=2, use_distributed_sampler=True)
+        trainer = make_trainer(AutomodelStrategy(), max_epochs=3, use_distributed_sampler=True)
         torch.manual_seed(rank)  # the module has seeded all alike
         trainer.fit(module, DataLoader(rows, batch_size=2, shuffle=sampler is None, sampler=sampler))
     return module.epochs
@@ -556,9 +533,9 @@ class SeenByEpoch(Trains):
 def test_ranks_draw_alike(pool2: RankPool, kind: str, expected: range) -> None:
     """Also where their seeds and random states differ; each epoch has another order."""
     results = pool2.run(_fit_by_own_numbers, kind)
-    for epoch in range(2):
-        assert sorted(index for result in results for index in result[epoch]) == list(expected)
-    assert results[0][0] != results[0][1]
+    for epoch in zip(*results, strict=True):
+        assert sorted(index for rows in epoch for index in rows) == list(expected)
+    assert len({tuple(rows) for rows in results[0]}) == 3
 
 
 def test_subsets_that_differ_are_refused(pool2: RankPool) -> None:
@@ -591,16 +568,3 @@ def test_a_sampler_that_was_replaced_in_a_batch_sampler_is_told_of(
     seen, told = zip(*pool2.run(_in_batches, batches), strict=True)
     assert sorted(seen[0] + seen[1]) == list(range(21))
     assert ("shuffles all of the train data, into OwnBatches" in told[0]) == (batches is OwnBatches)
-
-
-def test_each_epoch_has_an_order_of_its_own(pool2: RankPool) -> None:
-    results = pool2.run(_fit, {}, 21, {"batch_size": 5, "shuffle": True}, {"max_epochs": 3})
-    epochs = [order_of([{"seen": _epoch(result, each)} for result in results]) for each in range(3)]
-    assert all(sorted(order) == list(range(21)) for order in epochs)
-    assert len({tuple(order) for order in epochs}) == 3
-
-
-def _epoch(result: dict[str, Any], number: int) -> list[list[int]]:
-    """Rank 0 has three batches in each epoch, rank 1 two."""
-    per_epoch = len(result["seen"]) // 3
-    return list(result["seen"][number * per_epoch : (number + 1) * per_epoch])

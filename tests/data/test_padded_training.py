@@ -13,13 +13,10 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.wrappers import Running
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.plain import train_windows
-from tests.data.test_uneven_inputs import Stream
+from tests.data.plain import ENGINES, Stream, own_batches, train_windows
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import assert_exact, full_weights, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
-
-ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
 
 class Padded(LabelledModule):
@@ -75,11 +72,9 @@ def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate
     reports = Reports()
     strategy = AutomodelStrategy(uneven_inputs="pad", **options)
     trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[reports])
-    rank = dist.get_rank()
-    batches = [dict(batch) for batch in micro_batches(CASE)[rank][: counts[rank]]]
-    data: Any = Stream(batches) if is_stream else [dict(batch) for batch in batches]
-    loader = DataLoader(data, batch_size=None, collate_fn=dict)
-    torch.manual_seed(rank)
+    own = own_batches(counts)
+    loader = DataLoader(Stream(own) if is_stream else own, batch_size=None, collate_fn=dict)
+    torch.manual_seed(dist.get_rank())
     trainer.fit(module, loader)
     return {
         "weights": full_weights(module.model),
@@ -110,9 +105,8 @@ def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int) ->
         assert result["fillers"] == 2 * (max(counts) - counts[rank])
         assert result["micro_batches"] == [size for *_, size in reports]
         assert result["logged"] == pytest.approx(results[0]["logged"])
-        assert (
-            result["tokens"] == 2 * first_tokens
-        )  # in a buffer: rank 0's, without those of its padding batches
+        # In a buffer: rank 0's, without those of its padding batches.
+        assert result["tokens"] == 2 * first_tokens
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
@@ -150,6 +144,5 @@ class LearnsNothing(Padded):
 
 def _fit_frozen(counts: list[int]) -> dict[str, float]:
     trainer = make_trainer(AutomodelStrategy(uneven_inputs="pad"), accumulate_grad_batches=2)
-    batches = [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
-    trainer.fit(LearnsNothing(), DataLoader(batches, batch_size=None, collate_fn=dict))
+    trainer.fit(LearnsNothing(), DataLoader(own_batches(counts), batch_size=None, collate_fn=dict))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss
-from tests.data.plain import Report, train_windows
-from tests.data.test_uneven_inputs import Stream
+from tests.data.plain import Report, Stream, train_windows
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import PLAN, Batch, TinyDecoder, assert_exact, full_weights, micro_batches

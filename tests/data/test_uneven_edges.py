@@ -13,25 +13,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.test_uneven_inputs import Estimating, Numbers, Stream
+from tests.data.plain import loader_of, own_batches
+from tests.data.test_uneven_inputs import Estimating
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import Batch, micro_batches
-from tests.trainer.runs import CASE, LabelledModule, make_trainer
+from tests.trainer.exactness import Batch
+from tests.trainer.runs import LabelledModule, make_trainer
 
 TIMEOUT_MINUTES = 0.3
-
-
-def batches(counts: tuple[int, int]) -> list[Batch]:
-    return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]]
-
-
-def loader_of(counts: tuple[int, int], is_stream: bool = False) -> DataLoader:
-    own = batches(counts)
-    return DataLoader(Stream(own) if is_stream else own, batch_size=None)
 
 
 def strategy(**options: Any) -> AutomodelStrategy:
@@ -169,7 +161,7 @@ def test_a_loader_that_is_equal_after_one_that_was_not(pool2: RankPool, ahead: b
 
 
 def _train_on_a_part(options: dict[str, Any], is_own: bool) -> tuple[int, float]:
-    own = batches((6, 4))
+    own = own_batches((6, 4))
     loader = DataLoader(own, batch_size=None, sampler=Estimating(len(own), len(own)) if is_own else None)
     trainer = make_trainer(strategy(uneven_inputs="pad"), **options)
     trainer.fit(LabelledModule(), loader, loader_of((1, 1)))
@@ -204,7 +196,7 @@ def _wait_for_data() -> float:
     seconds: list[float] = []
     keep = LambdaCallback(on_train_end=lambda trainer, _: seconds.append(trainer.strategy.seconds_drawing))
     trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=4, callbacks=[keep])
-    trainer.fit(LabelledModule(), DataLoader(batches((8, 8)), batch_size=None, collate_fn=slowly))
+    trainer.fit(LabelledModule(), DataLoader(own_batches((8, 8)), batch_size=None, collate_fn=slowly))
     return seconds[0]
 
 
@@ -245,17 +237,3 @@ def test_user_code_that_draws_batches_on_one_rank(
 ) -> None:
     """It gets the loader's own batches; training draws its own, and ranks compare those alone."""
     assert pool2.run(_peek, counts, options) == [(steps, counts[0]), (steps, 0)]
-
-
-def _with_own_sampler(batch_size: int) -> tuple[list[int], float, list[int]]:
-    data = torch.arange(10.0, 80.0, 10.0)
-    loader = DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
-    predicted = make_trainer(strategy()).predict(Numbers(), loader)
-    (values,) = make_trainer(strategy()).validate(Numbers(), loader, verbose=False)
-    return [number for batch in predicted for number in batch], values["mean"], list(loader.sampler)
-
-
-def test_no_sample_is_predicted_twice_with_a_sampler_of_the_user(pool2: RankPool) -> None:
-    """In prediction Lightning puts the batch sampler into another one. The user's own repeats as before."""
-    results = pool2.run(_with_own_sampler, 2)
-    assert results == [([10, 30, 50, 70], 40.0, [0, 2, 4, 6]), ([20, 40, 60], 40.0, [1, 3, 5, 0])]

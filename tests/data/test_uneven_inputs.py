@@ -12,31 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy
+from tests.data.plain import loader_of, own_batches
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import micro_batches
-from tests.trainer.runs import CASE, LabelledModule, make_trainer
+from tests.trainer.runs import LabelledModule, make_trainer
 
 NUM_BATCHES = (5, 3)
-
-
-class Stream(IterableDataset):
-    """Batches of which nobody knows the number."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def _loader(counts: tuple[int, ...], is_stream: bool) -> DataLoader:
-    batches = micro_batches(CASE)[dist.get_rank()][: counts[dist.get_rank()]]
-    return DataLoader(Stream(batches) if is_stream else batches, batch_size=None)
 
 
 class Evaluated(LabelledModule):
@@ -48,14 +33,7 @@ def _run(
 ) -> None:
     module = Evaluated()
     trainer = make_trainer(AutomodelStrategy(timeout=0.5, **options), **settings)
-    unequal = _loader(counts, is_stream)
-    equal = _loader((3, 3), is_stream)
-    if stage == "train":
-        trainer.fit(module, unequal)
-    elif stage == "val in fit":
-        trainer.fit(module, equal, unequal)
-    else:
-        getattr(trainer, stage)(module, unequal)
+    getattr(trainer, stage)(module, loader_of(counts, is_stream))
 
 
 FSDP2: dict[str, Any] = {}
@@ -70,7 +48,7 @@ def test_training_names_the_rank_whose_data_ends(
 ) -> None:
     """On both ranks, before the step that only one of them would finish."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_run, "train", options, NUM_BATCHES, is_stream, {})
+        pool2.run(_run, "fit", options, NUM_BATCHES, is_stream, {})
     failures = raised.value.failures
     told = "The train data of rank 1 ends with batch 3, and other ranks would go on and wait for more"
     assert f"RuntimeError: {told}" in failures[1]
@@ -84,11 +62,11 @@ def test_training_names_the_rank_whose_data_ends(
 def test_what_ends_together_is_left_alone(pool2: RankPool, is_stream: bool) -> None:
     """Equal counts, a limit that makes them equal, and a fit that is over before."""
     for stage, counts, settings in (
-        ("train", (3, 3), {"max_epochs": 2}),
+        ("fit", (3, 3), {"max_epochs": 2}),
         ("validate", (3, 3), {}),
-        ("train", NUM_BATCHES, {"limit_train_batches": 3}),
+        ("fit", NUM_BATCHES, {"limit_train_batches": 3}),
         ("predict", NUM_BATCHES, {"limit_predict_batches": 2}),
-        ("train", NUM_BATCHES, {"max_steps": 2}),
+        ("fit", NUM_BATCHES, {"max_steps": 2}),
     ):
         assert pool2.run(_run, stage, FSDP2, counts, is_stream, settings) == [None, None], stage
 
@@ -114,12 +92,11 @@ class Numbers(LabelledModule):
 
 
 def _evaluate_numbers(
-    sizes: tuple[int, ...], batch_size: int, own: bool
+    options: dict[str, Any], sizes: tuple[int, ...], batch_size: int, own: bool
 ) -> tuple[list[float], list[int], list[int]]:
     """Means of loaders of so many numbers, what is predicted of the first one, and what its sampler draws."""
     trainers = [
-        make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=not own)
-        for _ in range(2)
+        make_trainer(AutomodelStrategy(**options), use_distributed_sampler=not own) for _ in range(2)
     ]
     loaders = []
     for size in sizes:
@@ -132,13 +109,15 @@ def _evaluate_numbers(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("batch_size", "own"), [(1, False), (2, True)])
-def test_no_sample_is_repeated(pool2: RankPool, batch_size: int, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "batch_size", "own"), [(DDP, 1, False), (DDP, 2, True), (FSDP2, 2, True)]
+)
+def test_no_sample_is_repeated(pool2: RankPool, options: dict[str, Any], batch_size: int, own: bool) -> None:
     """Samplers repeat samples to even the ranks out: 7 of them on 2 ranks have the mean of 8.
 
     In prediction Lightning puts the batch sampler into another one. The user's own sampler repeats as before.
     """
-    results = pool2.run(_evaluate_numbers, (7, 4, 3), batch_size, own)
+    results = pool2.run(_evaluate_numbers, options, (7, 4, 3), batch_size, own)
     for found, *_ in results:
         assert found == pytest.approx([40.0, 25.0, 20.0])
     assert [predicted for _, predicted, _ in results] == [[10, 30, 50, 70], [20, 40, 60]]
@@ -244,7 +223,7 @@ def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
     """In a hook of the module, or of a callback (``Callback.on_...``), or in the dataset."""
     trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
     module = Evaluated()
-    loader = _loader((4, 4), False)
+    loader = loader_of((4, 4))
     if where == "Dataset":
         loader = DataLoader(StopsInDataset(loader.dataset), batch_size=None)
     elif where.startswith("Callback."):
@@ -322,7 +301,7 @@ def _leave_early(options: dict[str, Any], how: str) -> None:
         )
     else:
         module.on_train_batch_start = lambda batch, index: -1 if leaves and index == 2 else None
-    loader = _loader((4, 4), False)
+    loader = loader_of((4, 4))
     world = dist.group.WORLD
     assert world is not None
     world.set_timeout(timedelta(seconds=4))  # the pool's group, which the strategy has not made
@@ -374,7 +353,7 @@ def _leave_out(what: str, stage: str, counts: tuple[int, int], **options: Any) -
     module = Evaluated()
     module.register_buffer("seen", torch.zeros(1))
     trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
-    batches = micro_batches(CASE)[dist.get_rank()][:4]
+    batches = own_batches((4, 4))
     number = counts[dist.get_rank()]
     loader: DataLoader[Any] = Leaving(batches, number)
     if what == "sampler":
@@ -414,7 +393,7 @@ def _count_gathers(is_stream: bool) -> int:
 
     dist.all_gather = counting
     try:
-        _run("train", DDP, (3, 3), is_stream, {})
+        _run("fit", DDP, (3, 3), is_stream, {})
     finally:
         dist.all_gather = gather
     return calls

@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.plain import train_windows
+from tests.data.plain import own_batches, train_windows
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, assert_exact, full_weights, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
-
-
-def _batches(count: int = CASE.num_batches) -> list[Any]:
-    return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][:count]]
-
 
 # --- Misuse -----------------------------------------------------------------------------------------------------------
 
@@ -81,7 +75,7 @@ class StepsInBackward(LabelledModule):
 
 def _misuse(module: type[LabelledModule], options: dict[str, Any]) -> None:
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=2)
-    trainer.fit(module(), DataLoader(_batches(4), batch_size=None))
+    trainer.fit(module(), DataLoader(own_batches((4, 4)), batch_size=None))
 
 
 AHEAD = {"count_window_ahead": True}
@@ -133,7 +127,7 @@ def _step_in_backward(accumulate: int) -> dict[str, Tensor]:
         accumulate_grad_batches=accumulate,
         callbacks=[HoldsNoGradient()],
     )
-    trainer.fit(module, DataLoader(_batches(6), batch_size=None))
+    trainer.fit(module, DataLoader(own_batches((6, 6)), batch_size=None))
     return full_weights(module.model)
 
 
