@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,7 @@ class Training:
     """A training, and what is said of it."""
 
     module: Callable[[], LightningModule] = Writer
+    says: str = ""
     data: Callable[[int], Batches] = sentences
     strategy: str = "fsdp2"
     options: dict[str, Any] = field(default_factory=dict)  # of the strategy
@@ -125,10 +127,6 @@ class Training:
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
     verdict: str = "exact"
-    says: str = ""
-
-    def under(self, strategy: str, verdict: str = "exact", says: str = "", **changed: Any) -> Training:
-        return replace(self, strategy=strategy, verdict=verdict, says=says, **changed)
 
 
 def make_strategy(training: Training) -> Any:
@@ -249,20 +247,6 @@ class Remembering(Writer):
         )
         drawn = (self.generators["numpy"].random(), self.generators["legacy"].rand())
         return repr((held, drawn, self.total, self.made, self.augmentation.generator.get_state())).encode()
-
-
-class Averaging(Stateful):
-    """The same in a private attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mean: Tensor | None = None
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        self.state = {} if self._mean is None else {"mean": self._mean}
-        loss = super().loss(batch)
-        self._mean = self.state["mean"]
-        return loss
 
 
 class Clamping(Writer):
@@ -628,15 +612,6 @@ class GeneratorFirst(Gan):
         judging.zero_grad()
 
 
-class Changing(Callback):
-    """Changes gradients on purpose."""
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for parameter in pl_module.net.head.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.9)
-
-
 class ClampingBetween(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
@@ -774,255 +749,6 @@ def rows_of_one_length(rank: int) -> Batches:
     return batches
 
 
-def manual(trainings: dict[str, Training]) -> dict[str, Training]:
-    """Without windows of the Trainer's, and two checked."""
-    return {
-        name: replace(
-            training,
-            check={"steps": 4 if name.startswith("gan") else 2},
-            trainer={**training.trainer, "accumulate_grad_batches": 1, "max_steps": 9},
-        )
-        for name, training in trainings.items()
-    }
-
-
-SAMPLES = {"count": "samples"}
-SLICED = {"context_parallel_size": 2}
-of_images = Training(Classifier, images, options=SAMPLES)
-of_gans = of_images.under("ddp", options={**SAMPLES, "ddp_kwargs": {"find_unused_parameters": True}})
-WEIGH = "Micro-batches weigh 25 % in the gradients, where"
-TRAININGS: dict[str, Training] = {
-    "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
-    "ddp": Training(strategy="ddp", check={"steps": 2}),
-    "one process": Training(strategy="one", data=lambda _: sentences(0, equal=True), says="were not seen"),
-    "random numbers": Training(Dropping, says="EXACT if each"),
-    "half precision": Training(trainer={"precision": "bf16-mixed"}),
-    "clipping": Training(trainer={"gradient_clip_val": 0.05}),
-    "uneven": Training(
-        data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
-    ),
-    "attributes": Training(Uncopyable),
-    "a scheduler in the step": Training(Scheduling),
-    "a hook": Training(Hooked, strategy="ddp", verdict="not checked", says="net.head.weight has a hook"),
-    "a backward that clips": Training(
-        ClippingBackward, verdict="not checked", says="a hook of the backward that is not linear"
-    ),
-    "samples": of_images,
-    "class weights, told": replace(of_images, module=WeightedAndTold, options={}),
-    "a sum": replace(of_images, module=Summed, options={**SAMPLES, "loss_reduction": "sum"}),
-    "contrastive": replace(of_images, module=Contrastive),
-    "clamped under DDP": Training(Clamping, strategy="ddp"),
-    "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss"),
-    "slices, shifted": Training(
-        Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}
-    ),
-    "an early cache": Training(Caching),
-    "a private state": Training(Averaging, says="EXACT if each"),
-    "a hidden state": Training(Stateful, says="EXACT if each"),
-    "states": Training(Remembering, says="EXACT if each"),
-    "a wrapped forward": Training(Wrapped),
-    "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
-    "rows of a gradient, ddp": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
-    # Gradients are judged as autograd leaves them, whatever is done to them later.
-    "overrides": Training(Clipping, callbacks=lambda: [Halving()], check={"steps": 2}),
-    "overrides, ddp": Training(Clipping, strategy="ddp", callbacks=lambda: [Halving()], check={"steps": 2}),
-    "overrides, one process": Training(
-        Clipping,
-        strategy="one",
-        callbacks=lambda: [Halving()],
-        check={"steps": 2},
-        trainer={"accumulate_grad_batches": 1},
-    ),
-    "overrides, lightning": Training(
-        Clipping,
-        strategy="lightning",
-        callbacks=lambda: [Halving()],
-        trainer={"accumulate_grad_batches": 1},
-        verdict="wrong",
-        says="Micro-batches weigh 50 % in the gradients, where",
-    ),
-    # What the count cannot be proven by is in the verdict's sentence.
-    "rows of one length": Training(data=rows_of_one_length, options=SAMPLES, says="EXACT if each"),
-    "a wrong count, lightning": Training(CountsWrongly, strategy="lightning", verdict="wrong", says=WEIGH),
-    "a tensor": Training(
-        BareTensors, lambda rank: [x for x, _ in images(rank)], options=SAMPLES, says="agrees with the loss"
-    ),
-    "a list": Training(
-        Listed,
-        lambda rank: [list(zip(*batch, strict=True)) for batch in images(rank)],
-        options=SAMPLES,
-        verdict="wrong",
-        says="divided by 2 in one micro-batch and by 3 in another, where 8 and 8 samples are counted",
-    ),
-    "detached": Training(
-        Detached,
-        says="EXACT as far as a replay on shards can tell (along the gradients the loss changes by 1.5 of",
-    ),
-    "a detached weight": Training(
-        DetachedWeight, says="EXACT as far as a replay on shards can tell (along the gradients"
-    ),
-    "raises alone": Training(Alone, verdict="not checked", says="OSError: this rank's disk is full"),
-    "raises alone, ddp": Training(
-        Alone, strategy="ddp", verdict="not checked", says="OSError: this rank's disk is full"
-    ),
-    "several closures in a step": Training(
-        data=lambda _: sentences(0, equal=True),
-        module=ByClosures,
-        strategy="one",
-        trainer={"accumulate_grad_batches": 1},
-        check={"steps": 3},
-    ),
-    "detached, ddp": Training(Detached, strategy="ddp", says="EXACT in 1 window"),
-    # Windows of manual optimization, one by one.
-    **manual(
-        {
-            "manual": Training(Manual, says="EXACT for each manual_backward by itself as far as a replay"),
-            "manual, ddp": Training(
-                lambda: Manual(2),
-                strategy="ddp",
-                says="EXACT for each manual_backward by itself in 2 windows",
-            ),
-            "manual, accumulated": Training(lambda: Manual(2), says="in 2 windows"),
-            "manual, uneven": Training(
-                lambda: Manual(2),
-                data=lambda rank: sentences(rank, 6 if rank else 3),
-                options={"uneven_inputs": "pad"},
-            ),
-            "manual, half": Training(Manual, trainer={"precision": "bf16-mixed"}),
-            "manual, by hand": Training(ManualByHand, says="agrees with the loss"),
-            "manual, reading": Training(
-                lambda: ManualByHand(reads=True), verdict="not checked", says="has no attribute 'norm'"
-            ),
-            "manual, writing": Training(
-                lambda: Writing(2), strategy="ddp", verdict="not checked", says="weights are written within"
-            ),
-            "manual, stepping again": Training(
-                SteppingAgain,
-                verdict="not checked",
-                says="has stepped optimizers more often than in the run",
-            ),
-            "manual, slices": Training(lambda: ManualSlices(), data=lambda _: sentences(0), options=SLICED),
-            "manual, lightning": Training(
-                Manual, strategy="lightning", verdict="not checked", says="DDPStrategy does not tell which"
-            ),
-            "gan": replace(of_images, module=Gan, says="in 4 windows"),
-            "gan, generator first": replace(of_gans, module=GeneratorFirst, says="in 4 windows"),
-            "gan, ddp": replace(of_gans, module=Gan, says="in 4 windows"),
-            "gan, accumulated": replace(of_images, module=lambda: Gan(2), says="in 4 windows"),
-            "gan, accumulated, ddp": replace(of_gans, module=lambda: Gan(2), says="in 4 windows"),
-            "gan, not toggled": replace(of_gans, module=lambda: Gan(toggles=False), says="in 4 windows"),
-            "gan, a hook": replace(
-                of_gans, module=lambda: Gan(hook=True), verdict="not checked", says="0.weight has a hook"
-            ),
-            "gan, global_step": replace(
-                of_gans, module=UnrepeatableGan, verdict="not checked", says="losses differ in the replay"
-            ),
-        }
-    ),
-    # What is wrong, and why.
-    "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
-    "lightning, half": Training(
-        strategy="lightning",
-        trainer={"precision": "bf16-mixed"},
-        verdict="wrong",
-        says="is right, their share",
-    ),
-    "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
-    "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),
-    "one process, unequal": Training(
-        strategy="one", verdict="wrong", says="Micro-batches weigh 50 % in the gradients, where"
-    ),
-    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="label_shift="),
-    "class weights": replace(
-        of_images, module=Weighted, verdict="wrong", says="give weight[labels].sum() as num_label_tokens"
-    ),
-    "a sum, not told": replace(of_images, module=Summed, verdict="wrong", says="pass loss_reduction='sum'"),
-    "rows, counted by labels": Training(
-        lambda: RowMeans(),
-        verdict="wrong",
-        says="If it is a mean over rows, count='samples' is right",
-    ),
-    "a sum by a constant, counted by labels": Training(
-        lambda: ScaledSum(), verdict="wrong", says="The loss divides by 100 in every micro-batch"
-    ),
-    "a sum by a constant, told": Training(lambda: ScaledSum(), options={"loss_reduction": "sum"}),
-    "sums with other parts": Training(
-        lambda: ScaledSum(penalises=True),
-        options={"loss_reduction": "sum"},
-        says="losses differ in their parts",
-    ),
-    "equal counts, other parts": Training(
-        lambda: ScaledSum(penalises=True),
-        data=lambda rank: sentences(rank, equal=True),
-        says="losses differ in their parts",
-    ),
-    "max_norm": Training(
-        lambda: Writer(max_norm=0.5),
-        strategy="lightning",
-        verdict="wrong",
-        says="Ranks hold different weights",
-        check={"steps": 2},
-    ),
-    # What nothing can be said of.
-    "slices, random numbers": Training(
-        lambda: Attending(dropout=0.2), data=lambda _: sentences(0), options=SLICED
-    ),
-    "synchronised metric": of_images.under(
-        "ddp", "not checked", "losses differ in the replay", module=OfAllRanks
-    ),
-    "no count": Training(
-        lambda: Graphs(hides=True),
-        graphs,
-        strategy="lightning",
-        verdict="not checked",
-        says="no count was given",
-    ),
-    "counted by the loss": Training(
-        Graphs,
-        graphs,
-        strategy="lightning",
-        verdict="wrong",
-        says=f"{WEIGH} 16.7 % to 33.3 % is right, their share of the loss terms",
-    ),
-    "gathering": replace(
-        of_images, module=Gathering, verdict="wrong", says="The loss of Gathering is gathered from all ranks"
-    ),
-    "waiting": replace(of_images, module=Waiting),
-    "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
-    "by rank": Training(ByRank, verdict="not checked", says="depends on the rank"),
-    "a stream": Training(UsesStream, verdict="not checked", says="without iterators that modules hold"),
-    "two denominators": Training(TwoDenominators, says="EXACT if each"),
-    "a callback": Training(callbacks=lambda: [Changing()]),
-    "a write between": Training(
-        strategy="ddp",
-        callbacks=lambda: [ClampingBetween()],
-        verdict="not checked",
-        says="losses differ in the replay",
-    ),
-}
-LIKE_OTHERS = (
-    *("clipping", "samples", "slices", "overrides, ddp", "rows of a gradient, ddp"),
-    *("manual, accumulated", "manual, half", "manual, slices", "gan, ddp", "gan, accumulated"),
-    *("manual, uneven", "manual, ddp", "a private state", "slices, shifted", "a tensor", "a sum"),
-    *("equal counts, other parts", "class weights, told", "raises alone, ddp", "detached, ddp"),
-    *("overrides, lightning", "lightning, samples", "a scheduler in the step"),
-)
-"""Those that another one resembles, each in the sweep alone: the same module elsewhere, or two things that are each
-in one of their own."""
-
-
-class ManualSlices(Manual):
-    """Under context parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Attending()  # attends in its forward, which is a unit
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        labels = batch.get("shift_labels", batch["labels"])
-        return F.cross_entropy(self.net(batch).flatten(0, 1), labels.flatten())
-
-
 class RowMeans(Writer):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         losses = F.cross_entropy(
@@ -1033,11 +759,9 @@ class RowMeans(Writer):
 
 
 class ScaledSum(Writer):
-    """A sum by a constant, to which some micro-batches add another one, by the same constant."""
+    """A sum by a constant."""
 
-    def __init__(self, penalises: bool = False) -> None:
-        super().__init__()
-        self.penalises = penalises
+    penalises = False
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.net(batch["input_ids"]).transpose(1, 2)
@@ -1047,6 +771,166 @@ class ScaledSum(Writer):
         if self.penalises and batch["labels"].sum() % 2 == 0:
             total = total + (logits.square().sum(1) * used).sum()
         return total / 100
+
+
+class PenalisedSum(ScaledSum):
+    """Some micro-batches add another sum, by the same constant."""
+
+    penalises = True
+
+
+def manual(trainings: dict[str, Training]) -> dict[str, Training]:
+    """Without windows of the Trainer's, and two checked, or four of two optimizers."""
+    return {
+        name: replace(
+            training,
+            check={"steps": 4 if name.startswith("gan") else 2},
+            trainer={"accumulate_grad_batches": 1, "max_steps": 9},
+        )
+        for name, training in trainings.items()
+    }
+
+
+def equal(rank: int) -> Batches:
+    return sentences(rank, equal=True)
+
+
+wrong = partial(Training, verdict="wrong")
+unchecked = partial(Training, verdict="not checked")
+SAMPLES = {"count": "samples"}
+SLICED = {"context_parallel_size": 2}
+SINGLE = {"accumulate_grad_batches": 1}
+OF_SLICES: dict[str, Any] = {"data": lambda _: sentences(0), "options": SLICED}
+OF_IMAGES: dict[str, Any] = {"data": images, "options": SAMPLES}
+REPLICATED: dict[str, Any] = {
+    "data": images,
+    "strategy": "ddp",
+    "options": {**SAMPLES, "ddp_kwargs": {"find_unused_parameters": True}},
+}
+OVERRIDDEN: dict[str, Any] = {"callbacks": lambda: [Halving()], "check": {"steps": 2}}
+WEIGH = "Micro-batches weigh 25 % in the gradients, where"
+EACH = "EXACT if each"
+ON_SHARDS = "EXACT as far as a replay on shards can tell (along the gradients"
+BY_ITSELF = "EXACT for each manual_backward by itself"
+DIFFER = "losses differ in the replay"
+OTHER_PARTS = "losses differ in their parts"
+DISK = "OSError: this rank's disk is full"
+MANUAL: dict[str, Training] = {
+    "manual": Training(Manual, f"{BY_ITSELF} as far as a replay"),
+    "manual, ddp": Training(lambda: Manual(2), f"{BY_ITSELF} in 2 windows", strategy="ddp"),
+    "manual, uneven": Training(
+        lambda: Manual(2),
+        data=lambda rank: sentences(rank, 6 if rank else 3),
+        options={"uneven_inputs": "pad"},
+    ),
+    "manual, by hand": Training(ManualByHand, "agrees with the loss"),
+    "manual, reading": unchecked(lambda: ManualByHand(reads=True), "has no attribute 'norm'"),
+    "manual, writing": unchecked(lambda: Writing(2), "weights are written within", strategy="ddp"),
+    "manual, stepping again": unchecked(SteppingAgain, "has stepped optimizers more often than in the run"),
+    "manual, lightning": unchecked(Manual, "DDPStrategy does not tell which", strategy="lightning"),
+    "gan": Training(Gan, "in 4 windows", **OF_IMAGES),
+    "gan, generator first": Training(GeneratorFirst, "in 4 windows", **REPLICATED),
+    "gan, accumulated": Training(lambda: Gan(2), "in 4 windows", **OF_IMAGES),
+    "gan, accumulated, ddp": Training(lambda: Gan(2), "in 4 windows", **REPLICATED),
+    "gan, not toggled": Training(lambda: Gan(toggles=False), "in 4 windows", **REPLICATED),
+    "gan, a hook": unchecked(lambda: Gan(hook=True), "0.weight has a hook", **REPLICATED),
+    "gan, global_step": unchecked(UnrepeatableGan, DIFFER, **REPLICATED),
+}
+"""Windows of manual optimization, one by one."""
+TRAININGS: dict[str, Training] = {
+    "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
+    "ddp": Training(strategy="ddp", check={"steps": 2}),
+    "one process": Training(says="were not seen", data=lambda _: equal(0), strategy="one"),
+    "random numbers": Training(Dropping, EACH),
+    "half precision": Training(trainer={"precision": "bf16-mixed"}),
+    "uneven": Training(
+        data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
+    ),
+    "attributes": Training(Uncopyable),
+    "a scheduler in the step": Training(Scheduling),
+    "a hook": unchecked(Hooked, "net.head.weight has a hook", strategy="ddp"),
+    "a backward that clips": unchecked(ClippingBackward, "a hook of the backward that is not linear"),
+    "class weights, told": Training(WeightedAndTold, data=images),
+    "contrastive": Training(Contrastive, **OF_IMAGES),
+    "clamped under DDP": Training(Clamping, strategy="ddp"),
+    "slices, shifted": Training(
+        Attending, "agrees with the loss", lambda _: sentences(0), options={**SLICED, "label_shift": 1}
+    ),
+    "an early cache": Training(Caching),
+    "a hidden state": Training(Stateful, EACH),
+    "states": Training(Remembering, EACH),
+    "a wrapped forward": Training(Wrapped),
+    "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
+    # Gradients are judged as autograd leaves them, whatever is done to them later.
+    "overrides": Training(Clipping, **OVERRIDDEN),
+    "overrides, ddp": Training(Clipping, strategy="ddp", **OVERRIDDEN),
+    "overrides, one process": Training(Clipping, strategy="one", trainer=SINGLE, **OVERRIDDEN),
+    # What the count cannot be proven by is in the verdict's sentence.
+    "rows of one length": Training(says=EACH, data=rows_of_one_length, options=SAMPLES),
+    "a wrong count, lightning": wrong(CountsWrongly, WEIGH, strategy="lightning"),
+    "a tensor": Training(
+        BareTensors, "agrees with the loss", lambda rank: [x for x, _ in images(rank)], options=SAMPLES
+    ),
+    "a list": wrong(
+        Listed,
+        "divided by 2 in one micro-batch and by 3 in another, where 8 and 8 samples are counted",
+        lambda rank: [list(zip(*batch, strict=True)) for batch in images(rank)],
+        options=SAMPLES,
+    ),
+    "detached": Training(Detached, f"{ON_SHARDS} the loss changes by 1.5 of"),
+    "detached, ddp": Training(Detached, "EXACT in 1 window", strategy="ddp"),
+    "a detached weight": Training(DetachedWeight, ON_SHARDS),
+    "raises alone": unchecked(Alone, DISK),
+    "raises alone, ddp": unchecked(Alone, DISK, strategy="ddp"),
+    "several closures in a step": Training(
+        ByClosures, data=lambda _: equal(0), strategy="one", trainer=SINGLE, check={"steps": 3}
+    ),
+    **manual(MANUAL),
+    # What is wrong, and why.
+    "lightning": wrong(says=WEIGH, strategy="lightning"),
+    "lightning, half": wrong(
+        says="is right, their share", strategy="lightning", trainer={"precision": "bf16-mixed"}
+    ),
+    "lightning, equal": Training(strategy="lightning", data=equal),
+    "one process, unequal": wrong(says="Micro-batches weigh 50 % in the gradients, where", strategy="one"),
+    "a wrong shift": wrong(says="label_shift=", options={"label_shift": 1}),
+    "class weights": wrong(Weighted, "give weight[labels].sum() as num_label_tokens", **OF_IMAGES),
+    "a sum, not told": wrong(Summed, "pass loss_reduction='sum'", **OF_IMAGES),
+    "rows, counted by labels": wrong(RowMeans, "If it is a mean over rows, count='samples' is right"),
+    "a sum by a constant, counted by labels": wrong(
+        ScaledSum, "The loss divides by 100 in every micro-batch"
+    ),
+    "a sum by a constant, told": Training(ScaledSum, options={"loss_reduction": "sum"}),
+    "sums with other parts": Training(PenalisedSum, OTHER_PARTS, options={"loss_reduction": "sum"}),
+    "equal counts, other parts": Training(PenalisedSum, OTHER_PARTS, data=equal),
+    "max_norm": wrong(
+        lambda: Writer(max_norm=0.5),
+        "Ranks hold different weights",
+        strategy="lightning",
+        check={"steps": 2},
+    ),
+    # What nothing can be said of.
+    "slices, random numbers": Training(lambda: Attending(dropout=0.2), **OF_SLICES),
+    "synchronised metric": unchecked(OfAllRanks, DIFFER, strategy="ddp", **OF_IMAGES),
+    "no count": unchecked(lambda: Graphs(hides=True), "no count was given", graphs, "lightning"),
+    "counted by the loss": wrong(
+        Graphs, f"{WEIGH} 16.7 % to 33.3 % is right, their share of the loss terms", graphs, "lightning"
+    ),
+    "gathering": wrong(Gathering, "The loss of Gathering is gathered from all ranks", **OF_IMAGES),
+    "waiting": Training(Waiting, **OF_IMAGES),
+    "unrepeatable": unchecked(Unrepeatable, "is not repeatable"),
+    "by rank": unchecked(ByRank, "depends on the rank"),
+    "a stream": unchecked(UsesStream, "without iterators that modules hold"),
+    "two denominators": Training(TwoDenominators, EACH),
+    "a write between": unchecked(says=DIFFER, strategy="ddp", callbacks=lambda: [ClampingBetween()]),
+}
+LIKE_OTHERS = (
+    *("overrides, ddp", "gan, accumulated", "manual, uneven", "manual, ddp", "slices, shifted", "a tensor"),
+    *("equal counts, other parts", "class weights, told", "raises alone, ddp", "detached, ddp"),
+    *("a scheduler in the step", "rows of a gradient", "lightning, equal", "a sum by a constant, told"),
+)
+"""Those that another one resembles, each in the sweep alone: the same module elsewhere, or two things that are each
+in one of their own."""
 
 
 def verdict_of(name: str) -> tuple[str | None, str]:

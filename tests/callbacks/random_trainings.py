@@ -75,10 +75,9 @@ def random_training(number: int, strategy: str, precision: str, equal: bool = Fa
     rows = draw.choice([1, 2, 3])
     return Training(
         lambda: RandomNet(number),
-        lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
-        strategy,
-        {"auto_wrap_policy": {RandomNet}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
-        {"steps": 1},
+        data=lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
+        strategy=strategy,
+        options={"auto_wrap_policy": {RandomNet}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
         trainer={
             "max_steps": 1,
             "precision": precision,

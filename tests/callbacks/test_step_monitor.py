@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
-from tests.callbacks.test_evaluation_loss import count_labels
+from tests.callbacks.test_evaluation_loss import count_labels, shares
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, make_trainer
@@ -21,10 +21,6 @@ from tests.trainer.test_lightning_callbacks import Recorder
 COUNTS = (8, 5)  # batches of each rank; the rest are fillers
 ACCUMULATE = 3
 WINDOWS = [range(0, 3), range(3, 6), range(6, 8)]
-
-
-def shares() -> list[list[Batch]]:
-    return [batches[:count] for batches, count in zip(micro_batches(CASE), COUNTS, strict=True)]
 
 
 class Halves(LabelledModule):
@@ -55,7 +51,7 @@ def _monitor(engine: str) -> tuple[Any, ...]:
         logger=recorder,
         accumulate_grad_batches=ACCUMULATE,
     )
-    trainer.fit(Halves(), DataLoader(shares()[dist.get_rank()], batch_size=None))
+    trainer.fit(Halves(), DataLoader(shares(COUNTS)[dist.get_rank()], batch_size=None))
     return monitor.history, recorder.logged, reports, trainer.callback_metrics
 
 
@@ -68,7 +64,7 @@ def test_each_step(pool2: RankPool, engine: str) -> None:
         assert [{k: v for k, v in entry.items() if k.startswith("train/")} for entry in history] == logged
         assert float(callback_metrics["train/loss"]) == history[-1]["train/loss"]
         for step, (entry, window) in enumerate(zip(history, WINDOWS, strict=True)):
-            batches = [batch for own in shares() for batch in own[window.start : window.stop]]
+            batches = [batch for own in shares(COUNTS) for batch in own[window.start : window.stop]]
             assert entry["train/label_tokens"] == sum(map(count_labels, batches))
             assert entry["train/learning_rate"] == 0.1 * 0.5**step
             assert {name: entry[name] for name in ("train/loss", "train/grad_norm")} == reports[step + 1]
@@ -129,5 +125,5 @@ def test_another_strategy() -> None:
     """Only the learning rate is known under Lightning's own."""
     monitor = StepMonitor(every_n_steps=1)
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
-    trainer.fit(LabelledModule(), DataLoader(shares()[0][:2], batch_size=None))
+    trainer.fit(LabelledModule(), DataLoader(shares(COUNTS)[0][:2], batch_size=None))
     assert [set(entry) for entry in monitor.history] == [{"step", "train/learning_rate"}] * 2

@@ -158,24 +158,15 @@ def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
 
-def entry(step: int, **values: float) -> dict[str, Any]:
-    """As StepMonitor logs it."""
-    logged = {f"train/{name}": value for name, value in values.items()}
-    return {"step": step, **logged}
-
-
-def render(history: list[dict[str, Any]], **given: Any) -> str:
-    """With what a page has at least."""
-    settings = {"title": "Model", "facts": {}, "validated": {}, **given}
-    return report_page.render(history=history, **settings)
-
-
 def test_numbers_that_cannot_be_drawn() -> None:
     """Gaps in the curves; without any step, a page without a chart and without the script that draws them."""
-    page = render([], facts={"Steps": 0})
+    page = report_page.render(title="Model", facts={"Steps": 0}, history=[], validated={})
     assert "No step was logged." in page
     assert len(page) < 5000
-    history = [entry(step, loss=value) for step, value in enumerate([1.0, math.nan, math.inf], 1)]
-    drawn = charts(render(history, validated={"val_loss": {1: -math.inf}}))
+    history = [
+        {"step": step, "train/loss": value} for step, value in enumerate([1.0, math.nan, math.inf], 1)
+    ]
+    validated = {"val_loss": {1: -math.inf}}
+    drawn = charts(report_page.render(title="Model", facts={}, history=history, validated=validated))
     assert drawn["loss"]["train/loss"]["y"] == [1.0, None, None]
     assert drawn["loss"]["val_loss"]["y"] == [None]
