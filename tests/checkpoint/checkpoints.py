@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import resource
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.__main__ import main
-from tests.trainer.exactness import SILENT, TinyDecoder, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import SILENT, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
 
@@ -153,9 +155,20 @@ def assert_equal(by_rank: Iterable[dict[str, Tensor]], expected: dict[str, Tenso
         assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
 
 
-def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest of a weight, relative to the largest weight of its tensor."""
-    return weight_error(weights, expected)
+@contextmanager
+def no_space_for_files(num_bytes: int) -> Iterator[None]:
+    """The operating system refuses this process to write beyond so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def are_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 def files_of(path: Path) -> list[Path]:

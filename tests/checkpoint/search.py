@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import AutomodelStrategy, spread_experts
-from tests.checkpoint.checkpoints import FORMS, AdamModule, batches
+from tests.checkpoint.checkpoints import FORMS, AdamModule, are_equal, batches
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT, full_weights
 from tests.trainer.runs import CASE, make_trainer
@@ -34,16 +34,14 @@ Spec = tuple[Any, ...]
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool")
 KEYS = ("a", "a.b", "b", "step", "state", "param_groups", "params", "0", 0, 1, (1, "two"), "lightning")
 VALUES = (0, 1.5, True, None, "text", float("inf"), b"bytes", 1 + 2j)
+CLASSES: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "list": list, "tuple": tuple}
 SHAPES = ((), (1,), (3,), (2, 2), (0, 3), (7, 7), (11, 7), (7,))
 
 
 def draw_tree(rng: random.Random, depth: int, leaves: tuple[str, ...]) -> Spec:
     """A tree as nested tuples, which print and pickle."""
-    kind = (
-        rng.choice(["dict", "list", "tuple", "ordered"])
-        if depth and rng.random() < 0.6
-        else rng.choice(leaves)
-    )
+    is_tree = depth and rng.random() < 0.6
+    kind = rng.choice(["dict", "list", "tuple", "ordered"] if is_tree else leaves)
     if kind in ("dict", "ordered"):
         keys = rng.sample(KEYS, rng.randint(0, 3))
         return kind, tuple((key, draw_tree(rng, depth - 1, leaves)) for key in keys)
@@ -57,6 +55,7 @@ def draw_tree(rng: random.Random, depth: int, leaves: tuple[str, ...]) -> Spec:
 def draw_case(seed: int, number: int) -> Case:
     rng = random.Random(f"{seed} {number}")
     in_state = ("tensor", "like", "like", "number")
+    anywhere = ("tensor", "like", "value")
     # Apart, so that a number has the same other draws without it.
     spreads = random.Random(f"{seed} {number} spread")
     return {
@@ -66,12 +65,8 @@ def draw_case(seed: int, number: int) -> Case:
         "groups": rng.randint(1, 2),
         "parameters": [(f"k.{i}", draw_tree(rng, 2, in_state)) for i in range(rng.randint(0, 3))],
         "keys": [(("other", i), draw_tree(rng, 2, ("tensor", "value"))) for i in range(rng.randint(0, 2))],
-        "made": [
-            (f"made.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))
-        ],
-        "own": [
-            (f"own.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))
-        ],
+        "made": [(f"made.{i}", draw_tree(rng, 3, anywhere)) for i in range(rng.randint(0, 2))],
+        "own": [(f"own.{i}", draw_tree(rng, 3, anywhere)) for i in range(rng.randint(0, 2))],
         "buffers": [("tensor", rng.choice(DTYPES), rng.choice(SHAPES), i) for i in range(rng.randint(0, 4))],
         "extra": [draw_tree(rng, 3, ("tensor", "value")) for _ in range(rng.randint(0, 2))],
     }
@@ -81,11 +76,9 @@ def build(spec: Spec, like: Tensor | None = None) -> Any:
     """The tree; a leaf ``like`` is sharded as that tensor is."""
     kind, content = spec[:2]
     if kind in ("dict", "ordered"):
-        items = {key: build(each, like) for key, each in content}
-        return items if kind == "dict" else OrderedDict(items)
+        return CLASSES[kind]((key, build(each, like)) for key, each in content)
     if kind in ("list", "tuple"):
-        items = [build(each, like) for each in content]
-        return items if kind == "list" else tuple(items)
+        return CLASSES[kind](build(each, like) for each in content)
     if kind == "tensor":
         _, dtype, shape, start = spec
         count = torch.Size(shape).numel()
@@ -187,18 +180,11 @@ def described(value: Any, with_kind: bool) -> Any:
         is_sharded = isinstance(value, DTensor)
         whole = value.full_tensor() if is_sharded else value
         values = "none" if whole.is_meta else str(whole.to_dense().tolist())
-        return [
-            "tensor",
-            is_sharded and with_kind,
-            f"{whole.dtype} {whole.layout}",
-            list(whole.shape),
-            values,
-        ]
+        dtype = f"{whole.dtype} {whole.layout}"
+        return ["tensor", is_sharded and with_kind, dtype, list(whole.shape), values]
     if isinstance(value, Mapping):
-        return [
-            type(value).__name__,
-            [[repr(key), described(each, with_kind)] for key, each in value.items()],
-        ]
+        items = [[repr(key), described(each, with_kind)] for key, each in value.items()]
+        return [type(value).__name__, items]
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, [described(each, with_kind) for each in value]]
     return repr(value)
@@ -241,8 +227,7 @@ def save_and_resume(case: Case, path: str) -> tuple[dict[str, Any], dict[str, An
     _fit(saving, saved, None)
     saving.save_checkpoint(path)
     _fit(resuming, resumed, path)
-    weights = full_weights(saved.model)
-    is_equal = all(torch.equal(weights[name], value) for name, value in full_weights(resumed.model).items())
+    is_equal = are_equal(full_weights(saved.model), full_weights(resumed.model))
     of_saved = state_of(saving, saved, True)
     of_resumed = state_of(resuming, resumed, True)
     return of_saved, of_resumed, state_of(resuming, resumed, False), is_equal

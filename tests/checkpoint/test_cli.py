@@ -102,11 +102,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: str) -> str:
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
     """Both forms tell the same."""
     path = save(tmp_path / "a.ckpt")
-    assert inspected(capsys, str(path)) == {
-        "mesh": SIZES,
-        "epoch": 2,
-        "global_step": 7,
-    }
+    assert inspected(capsys, str(path)) == {"mesh": SIZES, "epoch": 2, "global_step": 7}
 
 
 @pytest.mark.parametrize("save", [save_shards, save_whole])

@@ -6,7 +6,7 @@ import io
 import pickle
 import random
 import shutil
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
-from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, fit, forms, save
+from tests.checkpoint.checkpoints import FORMS, AdamModule, are_equal, batches, files_of, fit, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, make_trainer
@@ -54,17 +54,6 @@ def _place_that_matters(path: Path, generator: random.Random) -> int:
     return offset + reader.get_record_offset(record) + generator.randrange(len(reader.get_record(record)))
 
 
-def attempt(options: dict[str, Any], path: str) -> tuple[str, bool]:
-    """What loading raises on this rank, and whether the module is as it was."""
-    module = AdamModule(CASE.seed + 2)
-    before = full_weights(module.model)
-    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
-    with pytest.raises(CheckpointError) as raised:
-        trainer.fit(module, batches(), ckpt_path=path)
-    after = full_weights(module.model)
-    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
-
-
 def fill(options: dict[str, Any], path: str, module: AdamModule) -> None:
     """Load as the strategy does, without a Trainer, which takes a second to fail."""
     strategy = AutomodelStrategy(**options)
@@ -77,15 +66,27 @@ def fill(options: dict[str, Any], path: str, module: AdamModule) -> None:
     strategy._loader.fill_model(checkpoint, module, named, strict=True)
 
 
-def opened(options: dict[str, Any], path: str) -> str:
-    """What that raises on this rank, which leaves the module as it is."""
-    module = AdamModule(CASE.seed + 2)
+def fit_on(options: dict[str, Any], path: str, module: AdamModule) -> None:
+    """Load as a fit that goes on does."""
+    make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)
+
+
+def attempt(
+    options: dict[str, Any], path: str, module: AdamModule | None = None, load: Callable[..., None] = fill
+) -> tuple[str, bool]:
+    """What loading raises on this rank, and whether the module is as it was."""
+    module = AdamModule(CASE.seed + 2) if module is None else module
     before = full_weights(module.model)
     with pytest.raises(CheckpointError) as raised:
-        fill(options, path, module)
-    after = full_weights(module.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    return str(raised.value)
+        load(options, path, module)
+    return str(raised.value), are_equal(full_weights(module.model), before)
+
+
+def opened(options: dict[str, Any], path: str) -> str:
+    """What loading raises on this rank, which leaves the module as it is."""
+    message, is_unchanged = attempt(options, path)
+    assert is_unchanged
+    return message
 
 
 def _damage_one_after_the_other(options: dict[str, Any], folder: str) -> list[tuple[str, str]]:
@@ -110,8 +111,7 @@ def _damage_one_after_the_other(options: dict[str, Any], folder: str) -> list[tu
     assert "No such file or directory" in opened(options, f"{folder}/missing.ckpt")
     AutomodelStrategy(**options)._loader.open(original, None, TorchCheckpointIO())
     # Of the last one, through a whole fit.
-    message, is_unchanged = attempt(options, str(copy))
-    assert (outcomes[-1][1], is_unchanged) == (message, True)
+    assert attempt(options, str(copy), load=fit_on) == (outcomes[-1][1], True)
     return outcomes
 
 
@@ -181,21 +181,9 @@ def _load_into_others(options: dict[str, Any], folder: str) -> dict[str, tuple[s
     path = f"{folder}/other.ckpt"
     outcomes = {}
     save(options, path)
-
-    def fit(module: AdamModule) -> None:
-        make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)
-
     for change, (kind, _) in CHANGES.items():
-        module = kind(change)
-        before = full_weights(module.model)
-        load = partial(fill, options, path)
-        if options == FORMS["shards"] and change in ("shape", "second"):
-            load = fit
-        with pytest.raises(CheckpointError) as raised:
-            load(module)
-        after = full_weights(module.model)
-        is_unchanged = all(torch.equal(value, after[name]) for name, value in before.items())
-        outcomes[change] = str(raised.value), is_unchanged
+        load = fit_on if options == FORMS["shards"] and change in ("shape", "second") else fill
+        outcomes[change] = attempt(options, path, kind(change), load)
     return outcomes
 
 

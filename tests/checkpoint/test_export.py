@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
+from tests.checkpoint.checkpoints import no_space_for_files
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import TinyDecoder, full_weights
 from tests.trainer.hugging_face import (
@@ -309,16 +310,11 @@ def test_averages_and_buffers(pool2: RankPool, tmp_path: Path, options: dict[str
 
 
 def _fail_to_write(folder: str, num_bytes: int) -> str:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        module = TiedLlama()
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(CheckpointError) as raised:
-            export_hugging_face(module, f"{folder}/out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    module = TiedLlama()
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    limit = no_space_for_files(num_bytes) if dist.get_rank() == 0 else nullcontext()
+    with pytest.raises(CheckpointError) as raised, limit:
+        export_hugging_face(module, f"{folder}/out")
     return str(raised.value)
 
 

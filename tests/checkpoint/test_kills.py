@@ -125,10 +125,7 @@ def check(folder: Path, expected: list[dict[str, Tensor]]) -> int:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("form", "kills"),
-    [
-        ("shards_in_background", 1),
-        *(pytest.param(form, 30, marks=pytest.mark.sweep) for form in FORMS),
-    ],
+    [("shards_in_background", 1), *(pytest.param(form, 30, marks=pytest.mark.sweep) for form in FORMS)],
 )
 def test_kills(tmp_path: Path, expected: list[dict[str, Tensor]], form: str, kills: int) -> None:
     """At random moments, of random victims: some of thirty come within a save."""

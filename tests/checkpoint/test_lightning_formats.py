@@ -27,7 +27,6 @@ from tests.checkpoint.checkpoints import (
     FORMS,
     AdamModule,
     batches,
-    deviation,
     load_only,
     resume,
     save,
@@ -35,7 +34,7 @@ from tests.checkpoint.checkpoints import (
 )
 from tests.checkpoint.test_cli import MODEL, Custom, Holds, save_shards
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights
+from tests.trainer.exactness import full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
 
 
@@ -83,7 +82,7 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
     pool2.run(save_with, kind, str(path))
     for options in ENGINES.values():
         for weights, expected in pool2.run(_go_on, options, str(path)):
-            assert deviation(weights, expected) <= TOLERANCE
+            assert weight_error(weights, expected) <= TOLERANCE
 
 
 def _read_weights(path: str) -> tuple[dict[str, Tensor], str]:
@@ -125,10 +124,10 @@ def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: P
     assert zipfile.ZipFile(whole).testzip() is None
     expected = pool2.run(uninterrupted, ENGINES["fsdp2"])
     for weights, reference in zip(pool2.run(_lightning_goes_on, str(whole)), expected, strict=True):
-        assert deviation(weights, reference) <= TOLERANCE
+        assert weight_error(weights, reference) <= TOLERANCE
     for options in ENGINES.values():
         for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
-            assert deviation(weights, reference) <= TOLERANCE
+            assert weight_error(weights, reference) <= TOLERANCE
 
 
 # --- `load_from_checkpoint` -------------------------------------------------------------------------------------------

@@ -21,10 +21,18 @@ from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
-from tests.checkpoint.checkpoints import FORMS, deviation, fit, load_only, resume, save, uninterrupted
+from tests.checkpoint.checkpoints import (
+    FORMS,
+    are_equal,
+    fit,
+    load_only,
+    resume,
+    save,
+    uninterrupted,
+)
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import full_weights
+from tests.trainer.exactness import full_weights, weight_error
 from tests.trainer.runs import TOLERANCE
 
 
@@ -68,7 +76,7 @@ def _go_on_from_a_stand(options: dict[str, Any], root: str) -> tuple[dict[str, T
 def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Saved twice in the same place, resumed, and nothing is left of the first save."""
     for resumed, through in pool2.run(_go_on_from_a_stand, FORMS[form], str(tmp_path)):
-        assert deviation(resumed, through) <= TOLERANCE
+        assert weight_error(resumed, through) <= TOLERANCE
     path = tmp_path / "runs" / "last.ckpt"
     assert path.is_dir() == (form == "shards")
     if form == "shards":
@@ -89,7 +97,7 @@ def _fail_to_replace(root: str) -> tuple[str, bool]:
             with pytest.raises(CheckpointError) as raised:
                 trainer.save_checkpoint("stand://runs/last.ckpt")
         loaded = load_only({}, "stand://runs/last.ckpt")
-        return str(raised.value), all(torch.equal(saved[name], loaded[name]) for name in saved)
+        return str(raised.value), are_equal(loaded, saved)
 
 
 def _fail(*_: Any) -> None:
@@ -164,7 +172,7 @@ def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, lis
         trainer.save_checkpoint(f"{root}/last.ckpt")
         saved = full_weights(module.model)
         loaded = load_only(options, f"{root}/last.ckpt")
-    return str(raised.value), left, all(torch.equal(saved[name], loaded[name]) for name in saved)
+    return str(raised.value), left, are_equal(loaded, saved)
 
 
 @pytest.mark.each_value

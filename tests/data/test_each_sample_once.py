@@ -188,7 +188,6 @@ def test_weights_are_those_of_one_process(
         (2, {"data_parallel": "ddp", "count_window_ahead": True}, "automatic"),
         (2, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}, "automatic"),
         (2, {}, "manual"),
-        (2, {"data_parallel": "ddp"}, "manual"),
         (2, {}, "dictionary"),
         (2, {"uneven_inputs": "pad"}, "automatic"),
         (2, {"uneven_inputs": "pad"}, "own sampler"),

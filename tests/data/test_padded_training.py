@@ -67,8 +67,15 @@ class Reports(Callback):
             self.reports.append(report)
 
 
-def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate: int) -> dict[str, Any]:
-    module = Padded()
+class LearnsNothing(Padded):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _fit(
+    options: dict[str, Any], counts: list[int], is_stream: bool, accumulate: int, make: type[Padded] = Padded
+) -> dict[str, Any]:
+    module = make()
     reports = Reports()
     strategy = AutomodelStrategy(uneven_inputs="pad", **options)
     trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[reports])
@@ -133,16 +140,5 @@ def test_logged_values_are_those_of_the_data(pool2: RankPool) -> None:
     tokens = [int((batch["labels"] != -100).sum()) for batch in batches]
     mean = float(sum(mean_loss(model, batch, "sum") for batch in batches)) / sum(tokens)
     expected = {"number": sum(tokens), "most": max(tokens), "loss": mean, "mean": mean}
-    for result in pool2.run(_fit_frozen, counts):
-        assert result == pytest.approx(expected, rel=1e-6)
-
-
-class LearnsNothing(Padded):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def _fit_frozen(counts: list[int]) -> dict[str, float]:
-    trainer = make_trainer(AutomodelStrategy(uneven_inputs="pad"), accumulate_grad_batches=2)
-    trainer.fit(LearnsNothing(), DataLoader(own_batches(counts), batch_size=None, collate_fn=dict))
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for result in pool2.run(_fit, {}, counts, False, 2, LearnsNothing):
+        assert result["logged"] == pytest.approx(expected, rel=1e-6)

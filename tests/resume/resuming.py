@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
-from tests import devices
+from tests.trainer import runs
 from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
 
 try:
@@ -36,9 +35,13 @@ except ImportError:
 NUM_SAMPLES = 29
 QUIET = "quiet "
 """Before a kind of loader: its rows are loaded without random numbers."""
+SHARED_OUT = ("distributed", "single rows", "workers", "persistent workers", "wrapped stateful")
+"""Kinds of loaders whose rows Lightning's sampler shares out."""
 BUFFERS = ("seen", "counts", "teacher")
 EPOCH_MEANS = ("loss", "loss_epoch", "largest")
 """Logged values that begin anew where a fit goes on within an epoch."""
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 Line = tuple[int, tuple[tuple[str, float], ...]]
 
 
@@ -65,21 +68,10 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-class Recorder(Logger):
+class Recorder(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[Line] = []
-
-    @property
-    def name(self) -> str:
-        return "recorder"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None
@@ -302,41 +294,33 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         data = Still()
     rows = Subset(data, range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
     generator = torch.Generator().manual_seed(11 + rank)
-    if kind == "own iteration":
-        return Yielding(rows, shuffle=True, **options)
-    if kind == "random sampler":
-        return DataLoader(Still(), sampler=Drawing(11), **options)
-    if kind == "own generator":
-        return DataLoader(rows, shuffle=True, generator=generator, **options)
-    if kind == "global generator":
-        return DataLoader(rows, shuffle=True, **options)
-    if kind == "distributed":
-        return DataLoader(data, shuffle=True, **options)
-    if kind == "single rows":
-        return DataLoader(Single(), shuffle=True, batch_size=None)
-    if kind == "workers":
-        return DataLoader(Still(), shuffle=True, num_workers=2, **options)
-    if kind == "persistent workers":
-        return DataLoader(Still(), shuffle=True, num_workers=1, persistent_workers=True, **options)
-    if kind == "stateful":
-        return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
-    if kind == "wrapped stateful":  # whose sampler Lightning wraps
-        return StatefulDataLoader(data, shuffle=True, **options)
-    if kind == "stateful stream":
-        return StatefulDataLoader(CountingStream(rank, ranks), **options)
-    if kind == "stream without a state":
-        return StatefulDataLoader(Stream(rank, ranks), **options)
-    if kind == "stateful sampler":
-        return DataLoader(rows, sampler=CountingSampler(len(rows)), **options)
-    if kind == "stream":
-        return DataLoader(Stream(rank, ranks), **options)
-    if kind == "iterable":
-        return Batches([collate([row]) for row in Stream(rank, ranks)])
-    if kind == "short own generator":
-        return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
-    few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
-    many = DataLoader(rows, shuffle=True, **options)
-    return CombinedLoader({"few": few, "many": many}, kind)
+    drawn = {"shuffle": True, "generator": generator, **options}
+    persistent = {"num_workers": 1, "persistent_workers": True}
+    makers: dict[str, Callable[[], Any]] = {
+        "own iteration": lambda: Yielding(rows, shuffle=True, **options),
+        "random sampler": lambda: DataLoader(Still(), sampler=Drawing(11), **options),
+        "own generator": lambda: DataLoader(rows, **drawn),
+        "global generator": lambda: DataLoader(rows, shuffle=True, **options),
+        "distributed": lambda: DataLoader(data, shuffle=True, **options),
+        "single rows": lambda: DataLoader(Single(), shuffle=True, batch_size=None),
+        "workers": lambda: DataLoader(Still(), shuffle=True, num_workers=2, **options),
+        "persistent workers": lambda: DataLoader(Still(), shuffle=True, **persistent, **options),
+        "stateful": lambda: StatefulDataLoader(rows, **drawn),
+        "wrapped stateful": lambda: StatefulDataLoader(
+            data, shuffle=True, **options
+        ),  # by Lightning's sampler
+        "stateful stream": lambda: StatefulDataLoader(CountingStream(rank, ranks), **options),
+        "stream without a state": lambda: StatefulDataLoader(Stream(rank, ranks), **options),
+        "stateful sampler": lambda: DataLoader(rows, sampler=CountingSampler(len(rows)), **options),
+        "stream": lambda: DataLoader(Stream(rank, ranks), **options),
+        "iterable": lambda: Batches([collate([row]) for row in Stream(rank, ranks)]),
+        "short own generator": lambda: DataLoader(Subset(rows, range(4)), **drawn),
+    }
+    if kind in makers:
+        return makers[kind]()
+    return CombinedLoader(
+        {"few": makers["short own generator"](), "many": makers["global generator"]()}, kind
+    )
 
 
 class Yielding(DataLoader):
@@ -399,25 +383,17 @@ class Single(Ragged):
 
 
 def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
-    return Trainer(
-        **{
-            "strategy": AutomodelStrategy(**setting.strategy),
-            "accelerator": devices.accelerator(dist.get_world_size()),
-            "devices": dist.get_world_size(),
-            "plugins": [LightningEnvironment()],
-            "max_epochs": 2,
-            "logger": Recorder(),
-            "log_every_n_steps": 1,
-            "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": setting.loader.removeprefix(QUIET)
-            in ("distributed", "single rows", "workers", "persistent workers", "wrapped stateful"),
-            "num_sanity_val_steps": 1,
-            "callbacks": [*setting.callbacks(), *callbacks],
-            **setting.trainer,
-        }
-    )
+    options = {
+        "max_epochs": 2,
+        "logger": Recorder(),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "use_distributed_sampler": setting.loader.removeprefix(QUIET) in SHARED_OUT,
+        "num_sanity_val_steps": 1,
+        "callbacks": [*setting.callbacks(), *callbacks],
+        **setting.trainer,
+    }
+    return runs.make_trainer(AutomodelStrategy(**setting.strategy), **options)
 
 
 def disturb(seed: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_automodel.resume.dataloaders import RecordingSampler
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
+    DDP,
     NUM_SAMPLES,
     Calm,
     Drawing,
@@ -31,37 +32,8 @@ from tests.resume.resuming import (
     run,
 )
 
-WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
 STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1))
 REPEATED = (("on_train_batch_end", 3), ("on_train_batch_start", 8), ("on_after_backward", 11))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("loader", ["single rows", "workers", "persistent workers", "stateful"])
-@pytest.mark.timeout(700)
-def test_loader(pool2: RankPool, loader: str, tmp_path: Path) -> None:
-    """Those that the search does not draw; a rank of the pool waits seconds for each worker to end."""
-    if loader.startswith("stateful") and StatefulDataLoader is None:
-        pytest.skip("torchdata is not installed")
-    setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
-    stops = (*STOPS, ("on_train_batch_end", 9 if loader == "stateful" else 10))
-    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
-        assert differing == []
-
-
-@pytest.mark.parametrize(
-    "loader",
-    ["quiet stateful stream", "quiet stateful", pytest.param("quiet workers", marks=pytest.mark.sweep)],
-)
-@pytest.mark.timeout(700)
-def test_window_begins_again(pool2: RankPool, loader: str, tmp_path: Path) -> None:
-    """No batch is missed in the weights, and none is used twice. The loop draws one batch of a stream ahead."""
-    if "stateful" in loader and StatefulDataLoader is None:
-        pytest.skip("torchdata is not installed")
-    trainer = {"precision": "64-true", "accumulate_grad_batches": 4}
-    setting = Setting({"data_parallel": "ddp"}, trainer, module=Calm, loader=loader)
-    for differing in pool2.run(compare, setting, tmp_path, *REPEATED, timeout_s=600):
-        assert differing == []
 
 
 class DrawsItsBatches(Learner):
@@ -72,17 +44,38 @@ class DrawsItsBatches(Learner):
         return {"loss": loss, "num_label_tokens": int((batch["labels"] != -100).sum())}
 
 
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-def test_step_that_draws_its_batches(pool2: RankPool, tmp_path: Path) -> None:
-    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=DrawsItsBatches)
-    for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
+@pytest.mark.parametrize(
+    ("loader", "module", "window", "stops"),
+    [
+        ("quiet stateful stream", Calm, 4, REPEATED),
+        ("quiet stateful", Calm, 4, REPEATED),
+        ("quiet workers", Calm, 4, REPEATED),
+        ("single rows", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
+        ("workers", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
+        ("persistent workers", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
+        ("stateful", Learner, 2, (*STOPS, ("on_train_batch_end", 9))),
+        ("own generator", DrawsItsBatches, 1, STOPS),
+    ],
+)
+@pytest.mark.timeout(700)
+def test_loader(
+    pool2: RankPool, loader: str, module: type[Learner], window: int, stops: Any, tmp_path: Path
+) -> None:
+    """Those that the search does not draw: no batch is missed in the weights, and none is used twice.
+
+    The loop draws one batch of a stream ahead. A rank of the pool waits seconds for each worker to end.
+    """
+    if "stateful" in loader and StatefulDataLoader is None:
+        pytest.skip("torchdata is not installed")
+    trainer = {"precision": "64-true", "accumulate_grad_batches": window}
+    setting = Setting(DDP, trainer, module=module, loader=loader)
+    for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []
 
 
 def resumed_with(kind: str, other: str, folder: Path) -> str:
     """Runs on every rank: how a fit ends that goes on with another loader."""
-    setting = Setting({"data_parallel": "ddp"}, loader=kind)
+    setting = Setting(DDP, loader=kind)
     path = folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 5, path))
     try:
@@ -118,7 +111,7 @@ class Recorded(Learner):
 
 def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
     """Runs on every rank: what is said of saves, and how fits end that go on within epochs, and after the first."""
-    setting = Setting({"data_parallel": "ddp"}, {"limit_train_batches": 4}, loader=kind)
+    setting = Setting(DDP, {"limit_train_batches": 4}, loader=kind)
     stops = (("on_train_epoch_end", 1), ("on_train_batch_end", 7), ("on_train_batch_start", 8))
     savers = [Saver(hook, when, folder / hook) for hook, when in stops]
     with warnings.catch_warnings(record=True) as caught:
@@ -135,8 +128,7 @@ def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["wrapped stateful", "stream without a state", "iterable", "max_size_cycle", "own iteration"],
+    "kind", ["wrapped stateful", "stream without a state", "iterable", "max_size_cycle", "own iteration"]
 )
 @pytest.mark.every_case
 def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
@@ -155,7 +147,7 @@ def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) 
 
 def resumed_with_batch_size(folder: Path) -> list[str]:
     """Runs on every rank: how fits end that go on with another batch size, and as many batches."""
-    setting = Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0})
+    setting = Setting(DDP, {"max_epochs": 1, "limit_val_batches": 0})
     found = []
     for name, save_in in (("within", "on_train_batch_end"), ("at the end", "on_train_epoch_end")):
         path = folder / f"{name}.ckpt"
@@ -180,7 +172,7 @@ def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
 
 def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:
     """Runs on every rank: sums of the batches of a fit, and of one that is resumed while PL_GLOBAL_SEED differs."""
-    setting = Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded)
+    setting = Setting(DDP, loader="single rows", module=Recorded)
     path = folder / "stopped.ckpt"
     os.environ["PL_GLOBAL_SEED"] = "5"
     undisturbed, _ = run(setting, Saver("on_train_batch_end", 4, path))

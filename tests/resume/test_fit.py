@@ -14,10 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils._pytree import tree_map
 
-from lightning_automodel.resume import fit, snapshot
-from lightning_automodel.resume.dataloaders import TrainingLoaders
+from lightning_automodel.resume import fit
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
+    DDP,
+    FSDP2,
     Calm,
     Learner,
     Saver,
@@ -29,16 +30,10 @@ from tests.resume.resuming import (
     training_loader,
 )
 
-DDP = {"data_parallel": "ddp"}
-FSDP2 = {"data_parallel": "fsdp2"}
 DOUBLE = {"precision": "64-true"}
 WINDOWS = {"precision": "32-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
 
-USUAL = (
-    ("on_train_batch_end", 6),
-    ("on_validation_end", 3),
-    ("on_train_epoch_end", 1),
-)
+USUAL = (("on_train_batch_end", 6), ("on_validation_end", 3), ("on_train_epoch_end", 1))
 REPEATED = (
     ("on_before_optimizer_step", 2),
     ("on_train_batch_start", 5),
@@ -97,30 +92,6 @@ def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path
     stops = (("on_train_batch_end", 3), *SOMEWHERE[2:])
     for differing in pool4.run(compare, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []
-
-
-def compare_without(folder: Path) -> dict[str, list[str]]:
-    """Runs on every rank: what differs with a part of the restoring left out."""
-    setting = Setting(FSDP2, DOUBLE, loader="global generator")
-    path = folder / "stopped.ckpt"
-    expected = run(setting, Saver("on_train_batch_end", 4, path))[1]
-    found = {}
-    for owner, name in ((fit.rng, "set_global_states"), (TrainingLoaders, "start"), (snapshot, "restore")):
-        kept = getattr(owner, name)
-        setattr(owner, name, lambda *_, **__: None)
-        try:
-            found[name] = differences(expected, run(setting, seed=2, ckpt_path=path)[1])
-        finally:
-            setattr(owner, name, kept)
-    return found
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.sweep
-def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
-    """The comparison notices where one is not restored."""
-    for found in pool2.run(compare_without, tmp_path, timeout_s=300):
-        assert all(found.values()), found
 
 
 # --- On one rank ------------------------------------------------------------------------------------------------------

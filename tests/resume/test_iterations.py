@@ -108,12 +108,7 @@ def _rows(cls: Any = DataLoader, workers: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("looks", "workers", "epoch"),
-    [
-        ("callback", 0, 0),
-        ("callback", 1, 1),
-        ("data", 0, 1),
-    ],
+    ("looks", "workers", "epoch"), [("callback", 0, 0), ("callback", 1, 1), ("data", 0, 1)]
 )
 def test_code_that_looks_at_the_data(looks: str, workers: int, epoch: int, tmp_path: Path) -> None:
     """Its iterations are not taken for those of training."""
@@ -245,30 +240,24 @@ def test_never_steps_and_stops(pool2: RankPool, backward: bool) -> None:
 # --- What is said of odd moments --------------------------------------------------------------------------------------
 
 
-class SavesAfter(Notes):
-    """Saves after some batches."""
-
-    def __init__(self, folder: Path, after: set[int]) -> None:
-        super().__init__()
-        self.folder = folder
-        self.after = after
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in self.after:
-            self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
-
-
-def _said(about: str, module: Notes, window: int = 3, ckpt_path: Path | None = None) -> int:
+def _said(
+    about: str, module: Notes, *savers: Callback, window: int = 3, ckpt_path: Path | None = None
+) -> int:
     """How often something is said in an epoch of windows of so many batches."""
-    told = _fit(module, _rows(), ckpt_path=ckpt_path, max_epochs=1, accumulate_grad_batches=window)
+    told = _fit(module, _rows(), *savers, ckpt_path=ckpt_path, max_epochs=1, accumulate_grad_batches=window)
     return sum(about in text for text in told)
 
 
-class Adversaries(SavesAfter):
+def _after(folder: Path, *batches: int) -> list[Callback]:
+    """Save after each of these batches, before the module's own hook."""
+    return [Saves("on_train_batch_end", batch + 1, folder / f"{batch}.ckpt") for batch in batches]
+
+
+class Adversaries(Notes):
     """The backward of the second optimizer leaves gradients in the first, as a generator's in its discriminator."""
 
-    def __init__(self, folder: Path, after: set[int], zeroes: bool) -> None:
-        super().__init__(folder, after)
+    def __init__(self, zeroes: bool = False) -> None:
+        super().__init__()
         self.automatic_optimization = False
         self.zeroes = zeroes
         self.other = nn.Linear(1, 1)
@@ -286,66 +275,59 @@ class Adversaries(SavesAfter):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model, self.other)]
 
 
-class Teaches(SavesAfter):
-    def __init__(self, folder: Path, after: set[int]) -> None:
-        super().__init__(folder, after)
+class Teaches(Notes):
+    def __init__(self) -> None:
+        super().__init__()
         self.teacher = nn.Linear(1, 1).requires_grad_(False)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.teacher.weight.lerp_(self.model.weight.detach(), 0.1)
-        super().on_train_batch_end(outputs, batch, batch_idx)
 
 
-class Clamps(SavesAfter):
+class Clamps(Notes):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
             self.model.weight.clamp_(-0.1, 0.1)
-        super().on_train_batch_end(outputs, batch, batch_idx)
 
 
 @pytest.mark.parametrize("writes", [Teaches, Clamps])
-@pytest.mark.parametrize(("after", "times"), [({0, 1}, 1), ({2, 5}, 0)])
+@pytest.mark.parametrize(("after", "times"), [((1, 4), 1), ((2, 5), 0)])
 def test_parameters_written_within_a_window(
-    writes: type[SavesAfter], after: set[int], times: int, tmp_path: Path
+    writes: type[Notes], after: tuple[int, ...], times: int, tmp_path: Path
 ) -> None:
     """A resumed run writes them twice. Windows are of three batches: between them all is exact."""
     about = (
         "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins"
     )
-    assert _said(about, writes(tmp_path, after)) == times
+    assert _said(about, writes(), *_after(tmp_path, *after)) == times
 
 
-class Rolls(SavesAfter):
-    """Loads a checkpoint in the midst of a fit, and saves."""
+class Rolls(Notes):
+    """Loads a checkpoint in the midst of a fit."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx == 3:
-            self.trainer.strategy.load_model_state_dict(
-                self.trainer.strategy.load_checkpoint(self.folder / "2.ckpt")
-            )
+            strategy = self.trainer.strategy
+            strategy.load_model_state_dict(strategy.load_checkpoint(self.path))
 
 
 def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
     """What is saved later resumes where the fit is, not where that checkpoint would."""
-    _said("", Rolls(tmp_path, {2, 5}))
+    _said("", Rolls(tmp_path / "2.ckpt"), *_after(tmp_path, 2, 5))
     state = torch.load(tmp_path / "5.ckpt", weights_only=True)["lightning_automodel"]
     assert state["ranks"][0]["at"]["batches"] == 6
 
 
-class SavesEarly(SavesAfter):
-    def on_train_start(self) -> None:
-        self.trainer.save_checkpoint(self.folder / "early.ckpt")
-
-
 def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
     """It holds what it would have resumed from, as plain data."""
-    _said("", SavesAfter(tmp_path, {2}))
-    _said("", SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
-    first, second = (
-        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"]
-        for name in ("2.ckpt", "early.ckpt")
-    )
+    paths = (tmp_path / "2.ckpt", tmp_path / "early.ckpt")
+    _said("", Notes(), *_after(tmp_path, 2))
+    _said("", Notes(), Saves("on_train_start", 1, paths[1]), ckpt_path=paths[0])
+    first, second = (torch.load(path, weights_only=True)["lightning_automodel"] for path in paths)
     assert str(first) == str(second)
 
 
@@ -355,21 +337,25 @@ HELD = "A checkpoint was saved while an optimizer held gradients that it has not
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path) -> None:
     """Said once, and not where no gradient is left."""
-    assert _said(HELD, Adversaries(tmp_path, {1, 2}, zeroes), window=1) == (not zeroes)
+    assert _said(HELD, Adversaries(zeroes), *_after(tmp_path, 1, 2), window=1) == (not zeroes)
 
 
 class BetweenSteps(Adversaries):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.num_steps = 0
         super().training_step(batch, batch_idx)
 
     def manual_backward(self, *args: Any, **kwargs: Any) -> None:
         if self.num_steps == 1:
-            self.trainer.save_checkpoint(self.folder / "between.ckpt")
+            self.trainer.save_checkpoint(self.path)
         self.num_steps += 1
         super().manual_backward(*args, **kwargs)
 
 
 def test_saved_between_two_optimizers(tmp_path: Path) -> None:
     """A resumed run would not step the second one."""
-    assert _said(HELD, BetweenSteps(tmp_path, set(), zeroes=False), window=1) == 1
+    assert _said(HELD, BetweenSteps(tmp_path / "between.ckpt"), window=1) == 1

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.sharding.weight_averaging import averaged_models
-from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit
+from tests.checkpoint.checkpoints import FORMS, AdamModule, fit
 from tests.rank_pool import RankError, RankPool
 from tests.resume.resuming import (
+    DDP,
+    FSDP2,
     Learner,
     Saver,
     Setting,
@@ -26,11 +28,9 @@ from tests.resume.resuming import (
     run,
     training_loader,
 )
-from tests.trainer.exactness import TOLERANCE, full_weights
+from tests.trainer.exactness import TOLERANCE, full_weights, weight_error
 from tests.trainer.runs import CASE
 
-DDP = {"data_parallel": "ddp"}
-FSDP2 = {"data_parallel": "fsdp2"}
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": FSDP2, "ddp": DDP}
 TRAINER = {"precision": "64-true", "accumulate_grad_batches": 3}
 
@@ -153,7 +153,7 @@ def test_shared_buffers(pool2: RankPool, pool1: RankPool, kind: str, engine: str
         pytest.skip("DDP does not broadcast sparse buffers")
     expected = pool1.run(_never_stop, kind)[0]
     for weights in pool2.run(_stop_and_resume, ENGINES[engine], kind, str(tmp_path / "a.ckpt")):
-        assert deviation(weights, expected) < TOLERANCE
+        assert weight_error(weights, expected) < TOLERANCE
 
 
 class Replay(nn.Module):

@@ -10,11 +10,7 @@ from tests.rank_pool import RankPool
 from tests.resume.search import draw, judge
 
 
-@pytest.mark.parametrize(
-    "number",
-    [number if number in (0, 24) else pytest.param(number, marks=pytest.mark.sweep) for number in range(60)],
-)
-@pytest.mark.every_case
+@pytest.mark.parametrize("number", range(60))
 def test_quick(pool2: RankPool, number: int) -> None:
     case = draw(1, number)
     assert judge(pool2, case) == "", case

@@ -26,6 +26,8 @@ from torchmetrics import SumMetric
 
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
+    DDP,
+    FSDP2,
     Calm,
     Counts,
     Learner,
@@ -43,9 +45,8 @@ from tests.resume.resuming import (
     run,
 )
 from tests.trainer.exactness import full_weights
+from tests.trainer.runs import first_by_default
 
-DDP = {"data_parallel": "ddp"}
-FSDP2 = {"data_parallel": "fsdp2"}
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
 
 
@@ -78,10 +79,7 @@ def stopped_by_signal(engine: dict[str, Any], when: int, folder: Path) -> list[s
     return compare_stop(setting, setting, folder / "stopped.ckpt", ends, saves)
 
 
-@pytest.mark.parametrize(
-    ("engine", "when"),
-    [(FSDP2, 3), (DDP, 4)],
-)
+@pytest.mark.parametrize(("engine", "when"), [(FSDP2, 3), (DDP, 4)])
 @pytest.mark.timeout(400)
 def test_stopped(pool2: RankPool, engine: dict[str, Any], when: int, tmp_path: Path) -> None:
     for differing in pool2.run(stopped_by_signal, engine, when, tmp_path, timeout_s=300):
@@ -257,41 +255,26 @@ TWO = {"accumulate_grad_batches": 2}
 PLATEAU = {"schedule": "plateau"}
 
 
-@pytest.mark.parametrize(
-    ("setting", "stops"),
-    [
-        (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 2),)),
-        (
-            Setting(FSDP2, TWO, module=OneCycle, loader="distributed", callbacks=totals),
-            (("on_train_batch_end", 4),),
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.sweep)
-            for case in (
-                (
-                    Setting(FSDP2, {**DOUBLE, "max_epochs": 3}, module=WithBackbone, callbacks=finetuning),
-                    (("on_train_batch_end", 10), ("on_validation_end", 2)),
-                ),
-                (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),)),
-                # There DDP leaves each rank its own statistics.
-                (Setting(DDP, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
-                (
-                    Setting(FSDP2, {"max_epochs": 5}, PLATEAU, callbacks=early_stopping),
-                    (("on_train_batch_end", 4), ("on_validation_end", 1)),
-                ),
-                (
-                    Setting(
-                        DDP,
-                        {"max_epochs": 3, "max_steps": 20, **TWO},
-                        module=OneCycle,
-                        loader="stateful stream",
-                    ),
-                    (("on_train_batch_end", 4), ("on_train_epoch_end", 2)),
-                ),
-            )
-        ),
-    ],
+FOURTH = ("on_train_batch_end", 4)
+LIMITED = {"max_epochs": 3, "max_steps": 20, **TWO}
+CASES = (
+    (Setting(FSDP2, DOUBLE, module=ByHand), [("on_train_batch_end", 2)]),
+    (Setting(FSDP2, TWO, module=OneCycle, loader="distributed", callbacks=totals), [FOURTH]),
+    (
+        Setting(FSDP2, {**DOUBLE, "max_epochs": 3}, module=WithBackbone, callbacks=finetuning),
+        [("on_train_batch_end", 10), ("on_validation_end", 2)],
+    ),
+    (Setting(DDP, DOUBLE, module=Keeping), [FOURTH]),
+    (Setting(DDP, DOUBLE, module=ByHand), [FOURTH]),  # DDP leaves each rank its own statistics
+    (
+        Setting(FSDP2, {"max_epochs": 5}, PLATEAU, callbacks=early_stopping),
+        [FOURTH, ("on_validation_end", 1)],
+    ),
+    (Setting(DDP, LIMITED, module=OneCycle, loader="stateful stream"), [FOURTH, ("on_train_epoch_end", 2)]),
 )
+
+
+@pytest.mark.parametrize(("setting", "stops"), first_by_default(CASES, 2))
 @pytest.mark.every_case
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
@@ -302,11 +285,7 @@ def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> 
 def fit_ragged(accumulate: int, path: Path, saves: bool) -> tuple[int, dict[str, Tensor]]:
     """Runs on every rank: validations of two epochs, the first of which others may have trained; and weights."""
     disturb(torch.distributed.get_rank())
-    trainer_options = {
-        "precision": "64-true",
-        "accumulate_grad_batches": accumulate,
-        "num_sanity_val_steps": 0,
-    }
+    trainer_options = {**DOUBLE, "accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0}
     counts = Counts()
     savers = [Saver("on_train_batch_end", 4, path)] if saves else []
     trainer = make_trainer(Setting(FSDP2, trainer_options, loader="distributed"), [counts, *savers])
