@@ -143,6 +143,24 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
+def peek_at_epoch_metrics(trainer: Trainer) -> dict[str, Any]:
+    """The same of an epoch that goes on. A collective too.
+
+    Metrics keep nothing of it. They would compute anew after an update alone: at the epoch's end, ranks whose last
+    batch was padding would not, and the others would wait for them.
+    """
+    logged = trainer.fit_loop.epoch_loop._results.values()
+    metrics: list[nn.Module] = list(logged)
+    for result in logged:
+        if not result.is_tensor:
+            metrics += result.value.modules()
+    before = [dict(vars(metric)) for metric in metrics]
+    computed = epoch_metrics(trainer)
+    for metric, attributes in zip(metrics, before, strict=True):
+        vars(metric).update(attributes)
+    return computed
+
+
 def reduce_metrics_in_one_order(trainer: Trainer, patches: PatchStack) -> None:
     """Reduce what was logged over an epoch in the order of its names: ranks may have logged it in another order."""
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 or 2.6.4 to 2.6.6"}
+TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 and 2.6.6"}
 """The releases that ``.ci/versions`` has run with, the newest one last; ``docs/support.md`` has the table."""
 
 

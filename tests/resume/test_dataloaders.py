@@ -73,6 +73,13 @@ def test_loader(
         assert differing == []
 
 
+def test_saved_within_a_last_batch_that_is_padding(pool2: RankPool, tmp_path: Path) -> None:
+    """The save computes the epoch's metrics, and the ranks with a real batch compute them again at its end."""
+    trainer = {"precision": "64-true", "accumulate_grad_batches": 4}
+    setting = Setting(DDP, trainer, module=Calm, loader="quiet distributed")
+    assert pool2.run(compare, setting, tmp_path, ("on_train_batch_start", 8)) == [[], []]
+
+
 def resumed_with(kind: str, other: str, folder: Path) -> str:
     """Runs on every rank: how a fit ends that goes on with another loader."""
     setting = Setting(DDP, loader=kind)
