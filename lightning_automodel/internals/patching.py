@@ -52,8 +52,10 @@ class PatchStack(ExitStack):
             self.callback(setattr, target, name, own[name])
         else:
             self.callback(_uncover, target, name)
-        if inspect.isroutine(value) or isinstance(value, functools.partial):
-            value = _Replacement(value, getattr(target, name, None))
+        replaced = getattr(target, name, None)
+        is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
+        if is_function and callable(replaced):  # a copy of what had none keeps the function
+            value = _Replacement(value, replaced)
         setattr(target, name, value)
 
     def ignore_warnings(self, text: str) -> None:
