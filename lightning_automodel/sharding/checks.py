@@ -71,6 +71,7 @@ _EXPLANATIONS = {
     "undefined, but still allreduced by DDP": _ZEROED_WITHIN_WINDOW,
     "FSDP does not support deepcopy": _COPIES_SHARDS,
     "'fsdp::chunk_cat' with arguments from the 'Sparse": _SPARSE,
+    "reshape is not implemented for sparse tensors": _SPARSE,  # from torch 2.15 on
     "'Parameter' object has no attribute '_local_tensor'": _ASSIGNED,
     "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
 }
@@ -84,7 +85,7 @@ def explain(error: BaseException, module: nn.Module) -> None:
     text = str(error)
     for symptom, explanation in _EXPLANATIONS.items():
         # Operators of a new device may return a tensor without memory of its own, too.
-        if symptom in text and (explanation is not _FREED or has_fsdp_units(module)):
+        if symptom in text and (explanation not in (_FREED, _SPARSE) or has_fsdp_units(module)):
             error.args = (f"{explanation} (torch: {text})",)
 
 

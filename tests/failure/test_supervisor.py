@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -201,8 +202,10 @@ STRATEGIES: list[dict[str, Any]] = [{}, {"data_parallel": "ddp"}]
 
 def _count() -> dict[str, int]:
     threads = len(os.listdir("/proc/self/task"))
-    links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
     sockets = sum(target.startswith("socket:") for target in targets)
     return {"threads": threads, "descriptors": len(targets), "sockets": sockets}
 

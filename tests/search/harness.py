@@ -48,7 +48,8 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
         and (
             c.penalty == "full_tensor"
             or c.container in ("iterated", "indexed")
-            or any(write.startswith("teacher_load@") for write in c.writes)  # which takes a state dict
+            # Which takes a state dict.
+            or any(write.startswith(("teacher_load@", "unit_load@")) for write in c.writes)
         )
     ),
     # torch's anomaly mode looks for NaN by an operator that DTensors lack, before that.
