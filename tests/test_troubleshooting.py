@@ -51,6 +51,7 @@ NOT_MESSAGES = {
     "Slicing a flattened dim": "torch's own warning, which is filtered",
     "FSDP does not support deepcopy": "torch's own message, which ours explains",
     "'fsdp::chunk_cat' with arguments from the 'Sparse": "torch's own message, which ours explains",
+    "reshape is not implemented for sparse tensors": "torch's own message, which ours explains",
     "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",
     "Can't pickle <class 'torch.distributed.fsdp.": "pickle's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
