@@ -318,11 +318,6 @@ class AutomodelStrategy(ParallelStrategy):
         return self._run is not None and self._run.inputs.is_filler
 
     @property
-    def seconds_drawing(self) -> float:
-        """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead."""
-        return 0.0 if self._run is None else self._run.inputs.seconds_drawing
-
-    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         if self.parallel_devices is not None:
@@ -949,7 +944,8 @@ class AutomodelStrategy(ParallelStrategy):
         if self._supervisor.is_alone:
             return False
         timeout = self._options.parsed_timeout
-        if self._supervisor.has_failed:  # all ranks stop together, but not all of them may come to this save
+        # All ranks come to the save before the job is requeued, but may not to another one at a stop.
+        if self._supervisor.has_failed and not self._requeues:
             timeout = min(timeout, _TIME_TO_MEET_AFTER_A_STOP)
         # Without this barrier, collectives of saving could pair with others of ranks that do not save.
         collectives.named_barrier("save_checkpoint", timeout)
@@ -1005,13 +1001,17 @@ class AutomodelStrategy(ParallelStrategy):
         # The others know of a failure, so that none of them comes to the block's end.
         with suppress(RankFailedError):
             self._setup_block.close()
-        watch = self._supervisor.watch
-        requeues = watch is not None and watch.stop.requeues
-        if requeues and isinstance(exception, lightning_internals.SIGTERMException):
+        if self._requeues and isinstance(exception, lightning_internals.SIGTERMException):
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
             with self._supervisor.tearing_down():
                 self._run.interrupt()
+
+    @property
+    def _requeues(self) -> bool:
+        """Whether all ranks stop to save, and to requeue the job."""
+        watch = self._supervisor.watch
+        return watch is not None and watch.stop.requeues
 
     @override
     def teardown(self) -> None:

@@ -80,8 +80,7 @@ def distributed_sampler(loader: Any) -> Any:
 def innermost_sampler(loader: Any) -> Any:
     """The sampler of single samples, or None."""
     sampler = getattr(loader, "sampler", None)
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
-    return getattr(sampler, "innermost", sampler)  # recorded, to resume
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
 
 
 def num_repeated(sampler: Any) -> int:

@@ -1,6 +1,5 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
-import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -76,7 +75,6 @@ class UnevenInputs:
         self._pads = uneven == PAD
         self.ahead = ahead
         self._say = say
-        self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after it
@@ -233,9 +231,7 @@ class UnevenInputs:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
         if self.ahead is not None and self._tracked is not None:
-            start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
-            self.seconds_drawing += time.perf_counter() - start
 
     def _training_handle(self) -> BatchHandle:
         """The newest training batch's, from the first of its hooks on."""

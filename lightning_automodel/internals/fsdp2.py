@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -82,28 +82,38 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
     return state._pre_forward, state._post_forward
 
 
-REDUCTIONS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
-"""Whether a group reduce-scatters the gradients of a backward, all-reduces them across replicas, and sends zeros for
-parameters that were not used."""
+class Reductions(NamedTuple):
+    """Flags of a group: what a backward does with its gradients."""
+
+    reduce_grads: bool
+    all_reduce_grads: bool
+    """Whether reduced gradients are added up across replicas (HSDP)."""
+    reduce_scatter_unused_params: bool
+    """Whether zeros stand for parameters that this rank has not used, so that ranks send the same shapes."""
 
 
-RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
-"""Whether a group frees its gathered parameters after a backward, and after a forward."""
+class Resharding(NamedTuple):
+    """Flags of a group: whether its gathered parameters are freed."""
+
+    reshard_after_backward: bool
+    post_forward_mesh_info: Any
+    """The mesh over which they are sharded after a forward; None keeps them gathered."""
 
 
-def flags_of(
-    groups: Iterable[FSDPParamGroup], names: tuple[str, ...]
-) -> dict[FSDPParamGroup, tuple[Any, ...]]:
-    """The values of ``REDUCTIONS`` or ``RESHARDING`` of each group."""
-    read = attrgetter(*names)
-    return {group: read(group) for group in groups}
+Flags = TypeVar("Flags", Reductions, Resharding)
 
 
-def set_flags(names: tuple[str, ...], flags: Mapping[FSDPParamGroup, tuple[Any, ...]]) -> None:
-    """Set the values that :func:`flags_of` returns. AttributeError if this release of torch has no such flag."""
+def flags_of(groups: Iterable[FSDPParamGroup], kind: type[Flags]) -> dict[FSDPParamGroup, Flags]:
+    """The flags of each group. AttributeError if this release of torch lacks one, which nobody may then set."""
+    read = attrgetter(*kind._fields)
+    return {group: kind(*read(group)) for group in groups}
+
+
+def set_flags(flags: Mapping[FSDPParamGroup, Reductions | Resharding]) -> None:
+    """Set flags that :func:`flags_of` returns."""
     for group, values in flags.items():
-        for name, value in zip(names, values, strict=True):
-            overwrite(group, name, value)
+        for name, value in zip(values._fields, values, strict=True):
+            setattr(group, name, value)
 
 
 def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:

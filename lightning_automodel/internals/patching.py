@@ -59,13 +59,14 @@ class PatchStack(ExitStack):
         setattr(target, name, value)
 
     def ignore_warnings(self, text: str) -> None:
-        """Show no warning that begins with ``text``. Filters that other code adds meanwhile stay."""
+        """Show no warning that begins with ``text``. Filters of other code stay, and an equal one too."""
+        before = list(warnings.filters)
         warnings.filterwarnings("ignore", text)
         own = warnings.filters[0]
 
         def show_again() -> None:
             filters: Any = warnings.filters
-            if own in filters:
+            if own in filters and own not in before:
                 filters.remove(own)
 
         self.callback(show_again)

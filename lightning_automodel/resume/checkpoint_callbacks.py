@@ -49,16 +49,17 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     parameter groups or a schedule would be missing when states are loaded, and an expired timer would allow
     another step.
     """
+    kind: Any
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)
-        if isinstance(callback, (BaseFinetuning, Timer)) and state is not None:
-            callback.load_state_dict(state)
-            callback.on_fit_start(trainer, trainer.lightning_module)
-        if (
-            isinstance(callback, StochasticWeightAveraging)
-            and state
-            and state["scheduler_state"] is not None
-        ):
+        if not state:
+            continue
+        for kind in (BaseFinetuning, Timer):
+            # Lightning's own methods alone: it calls those of a user's class itself, once.
+            if isinstance(callback, kind):
+                kind.load_state_dict(callback, state)
+                kind.on_fit_start(callback, trainer, trainer.lightning_module)
+        if isinstance(callback, StochasticWeightAveraging) and state["scheduler_state"] is not None:
             raise ValueError(
                 "StochasticWeightAveraging had begun to average when the checkpoint was written, and cannot"
                 " go on: resume from a checkpoint of an earlier epoch, or average with WeightAveraging,"

@@ -9,6 +9,7 @@ other loader is refused within an epoch.
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -37,38 +38,53 @@ class RecordingSampler(Sampler[Any]):
     ``begins_at`` returns how many batches of the epoch were used when the Trainer begins to draw indices;
     None if other code does.
 
+    Its other attributes are those of the sampler that it replaces, to read and to set.
+
     Attributes:
         iteration: Of the Trainer's newest iteration the random states before its first index, None of another
             world size, and how many batches of the epoch were used before it. To repeat one, set it, and
         skipped: how many of its indices to leave out.
     """
 
+    iteration: Any
+    skipped: int | None
+    _inner: Any
+
     def __init__(
         self, loader: DataLoader[Any], device: torch.device, begins_at: Callable[[], int | None]
     ) -> None:
-        self.iteration: tuple[dict[str, Any] | None, int] | None = None
-        self.skipped: int | None = None
-        self._loader = loader
-        self._device = device
-        self._begins_at = begins_at
-        self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._inner: Any = getattr(loader, self._name)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        # Past __setattr__, which sets attributes of the loader's own sampler.
+        vars(self).update(
+            iteration=None,
+            skipped=None,
+            _loader=loader,
+            _device=device,
+            _begins_at=begins_at,
+            _name=name,
+            _inner=getattr(loader, name),
+        )
         # DataLoader refuses to set its sampler after its construction.
-        vars(loader)[self._name] = self
-
-    @property
-    def innermost(self) -> Any:
-        """The sampler of single samples."""
-        return getattr(self._inner, "sampler", self._inner)
+        vars(loader)[name] = self
 
     def close(self) -> None:
         """Restore the loader's own sampler."""
         vars(self._loader)[self._name] = self._inner
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance: users may look for their own class
+        return type(self._inner)
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name == "_inner":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._inner, name, value)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -84,7 +100,7 @@ class RecordingSampler(Sampler[Any]):
         self.skipped = None
         # A run that goes on after the last batch of an epoch draws nothing before the next epoch.
         if skipped == begins_at:
-            yield from self._replay(skipped)
+            yield from self._replay(begins_at)
             return
         self.iteration = self._states(), begins_at
         yield from self._inner
@@ -125,7 +141,8 @@ class TrainingLoaders:
     def __init__(self, trainer: "pl.Trainer", window_start: Callable[[], int]) -> None:
         self._trainer = trainer
         self._window_start = window_start
-        self._recorders: list[RecordingSampler] = []
+        # Weakly, since loaders hold them: those of loaders that were loaded anew go with these.
+        self._recorders: WeakSet[RecordingSampler] = WeakSet()
 
     def take(self, processed: Any) -> Any:
         """What to iterate instead of a loader. Of one to train on, states are kept, or indices that torch draws."""
@@ -139,7 +156,7 @@ class TrainingLoaders:
         elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
             device = self._trainer.strategy.root_device
-            self._recorders.append(RecordingSampler(loader, device, lambda: self._begins_at()))
+            self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
         return processed
 
     def _begins_at(self) -> int | None:
@@ -224,7 +241,7 @@ class TrainingLoaders:
         """Restore the loaders' own samplers."""
         for recorder in self._recorders:
             recorder.close()
-        self._recorders = []
+        self._recorders.clear()
 
 
 def _flat(loaders: Any) -> list[Any]:

@@ -63,6 +63,12 @@ _PICKLED = (
     " checkpoint on every rank (trainer.save_checkpoint), and make a whole module of that"
     " (load_from_checkpoint)."
 )
+_OUT_OF_MEMORY = (
+    "The device has run out of memory. Where there seemed to be room, parameters stay gathered and gradients"
+    " unsharded until a window ends, which saves communication: pass reshard_during_accumulation=True, then"
+    " defer_fsdp_grad_sync=False."
+)
+_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY)
 _EXPLANATIONS = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
@@ -74,6 +80,7 @@ _EXPLANATIONS = {
     "reshape is not implemented for sparse tensors": _SPARSE,  # from torch 2.15 on
     "'Parameter' object has no attribute '_local_tensor'": _ASSIGNED,
     "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
+    "out of memory. Tried to allocate": _OUT_OF_MEMORY,
 }
 """What a part of torch's text means here."""
 
@@ -85,7 +92,7 @@ def explain(error: BaseException, module: nn.Module) -> None:
     text = str(error)
     for symptom, explanation in _EXPLANATIONS.items():
         # Operators of a new device may return a tensor without memory of its own, too.
-        if symptom in text and (explanation not in (_FREED, _SPARSE) or has_fsdp_units(module)):
+        if symptom in text and (explanation not in _ONLY_SHARDED or has_fsdp_units(module)):
             error.args = (f"{explanation} (torch: {text})",)
 
 

@@ -27,7 +27,7 @@ requires_grad changes     as before           as before                  shown a
 :meth:`stepped`           as before           as before                  freed, unless a backward runs
 an exception in           HOOKS               as before                  as before, until :meth:`recover`
 :meth:`micro_batch`
-:meth:`close`             HOOKS               BY_FSDP2                   freed
+:meth:`close`             as at set-up        as at set-up               freed
 ========================  ==================  =========================  =======================================
 
 (the methods of :class:`FSDP2Window`). With ``retain_unsharded`` parameters are all-gathered in the first
@@ -79,21 +79,18 @@ GRADIENTS_OF_EXPERTS = (
 
 
 class Reductions(Enum):
-    """What FSDP2 does with the gradients of a backward: three flags of each unit, in this order.
+    """What FSDP2 does with the gradients of a backward."""
 
-    - Whether it reduce-scatters gradients.
-    - Whether it then all-reduces them across replicas (HSDP).
-    - Whether zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
-    """
-
-    # While no window is open, FSDP2 averages the gradients of every backward.
-    BY_FSDP2 = (True, True, False)
-    # While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in `.grad`.
-    NONE = (False, False, True)
-    # defer_fsdp_grad_sync="all_reduce", in each backward of the strategy but a window's last one.
-    WITHIN_REPLICAS = (True, False, True)
-    # In a window's last backward, and in each one with defer_fsdp_grad_sync=False.
-    ALL = (True, True, True)
+    BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=False)
+    """While no window is open, FSDP2 averages the gradients of every backward."""
+    NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
+    """While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
+    WITHIN_REPLICAS = fsdp2.Reductions(
+        reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True
+    )
+    """``defer_fsdp_grad_sync="all_reduce"``, in each backward of the strategy but a window's last one."""
+    ALL = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=True)
+    """In a window's last backward, and in each one with ``defer_fsdp_grad_sync=False``."""
 
 
 class FSDP2Window(PhasedEngine):
@@ -124,8 +121,8 @@ class FSDP2Window(PhasedEngine):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
-        self.phase = Phase.EVALUATION
-        self._reductions = Reductions.BY_FSDP2
+        self.phase = Phase.EVALUATION  # whose flags are those of set-up
+        self._reductions: Reductions | None = None
         self._is_replaying = False
         self.model = model
         self._defer = defer
@@ -144,16 +141,19 @@ class FSDP2Window(PhasedEngine):
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._unit_of = {group: unit for unit in self.units for group in unit.groups}
-        self._resharding_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.RESHARDING)
+        self._reductions_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.Reductions)
+        self._resharding_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.Resharding)
         by_unit = dict(self._resharding_at_setup)
         for unit in self._whole_step:
             # A step may run backwards of its own, and go on with these.
-            by_unit |= {one: (False, one.post_forward_mesh_info) for one in unit.groups}
+            by_unit |= {
+                group: by_unit[group]._replace(reshard_after_backward=False) for group in unit.groups
+            }
         in_step = by_unit
         if retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-            in_step = dict.fromkeys(by_unit, (False, None))
-        always = {group: (True, group.mesh_info) for group in by_unit}
+            in_step = dict.fromkeys(by_unit, fsdp2.Resharding(False, None))
+        always = {group: fsdp2.Resharding(True, group.mesh_info) for group in by_unit}
         self._resharding = {
             Phase.HOOKS: always,
             Phase.STEP: in_step,
@@ -166,15 +166,15 @@ class FSDP2Window(PhasedEngine):
         self._bypassed: list[str] = []
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._hooks: list[RemovableHandle] = []
-        self.enter(Phase.HOOKS)
+        self.enter(Phase.HOOKS, Reductions.BY_FSDP2)
 
     def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
         """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
         if reductions is not None and reductions is not self._reductions:
-            fsdp2.set_flags(fsdp2.REDUCTIONS, dict.fromkeys(self._unit_of, reductions.value))
+            fsdp2.set_flags(dict.fromkeys(self._unit_of, reductions.value))
             self._reductions = reductions
         if phase is not self.phase:
-            fsdp2.set_flags(fsdp2.RESHARDING, self._resharding[phase])
+            fsdp2.set_flags(self._resharding[phase])
             self.phase = phase
 
     @override
@@ -427,12 +427,12 @@ class FSDP2Window(PhasedEngine):
 
     @override
     def close(self) -> None:
-        """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
+        """Reshard the model, remove the hooks, and restore the flags of set-up."""
         try:
             self.release()  # raises where a write is lost
         finally:
-            self.enter(Phase.HOOKS, Reductions.BY_FSDP2)
-            fsdp2.set_flags(fsdp2.RESHARDING, self._resharding_at_setup)
+            fsdp2.set_flags(self._reductions_at_setup)
+            fsdp2.set_flags(self._resharding_at_setup)
             for unit in self.units:
                 unit.close()
             for hook in self._hooks:

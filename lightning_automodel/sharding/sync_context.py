@@ -52,7 +52,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         groups = list(fsdp2.fsdp_param_groups(model))
-        stack.callback(fsdp2.set_flags, fsdp2.REDUCTIONS, fsdp2.flags_of(groups, fsdp2.REDUCTIONS))
+        stack.callback(fsdp2.set_flags, fsdp2.flags_of(groups, fsdp2.Reductions))
         for group in groups:
             group.reduce_grads = is_optim_step or defer is not True
             group.all_reduce_grads = is_optim_step or defer is False

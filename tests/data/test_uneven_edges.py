@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -185,24 +183,6 @@ def test_a_part_of_the_batches(
     ):
         pool2.run(_train_on_a_part, options, True)
     assert [steps for steps, _ in pool2.run(_train_on_a_part, number, True)] == [part[0]] * 2
-
-
-def slowly(batch: Batch) -> Batch:
-    time.sleep(0.03)
-    return batch
-
-
-def _wait_for_data() -> float:
-    seconds: list[float] = []
-    keep = LambdaCallback(on_train_end=lambda trainer, _: seconds.append(trainer.strategy.seconds_drawing))
-    trainer = make_trainer(strategy(count_window_ahead=True), accumulate_grad_batches=4, callbacks=[keep])
-    trainer.fit(LabelledModule(), DataLoader(own_batches((8, 8)), batch_size=None, collate_fn=slowly))
-    return seconds[0]
-
-
-def test_drawing_ahead_is_waiting_for_data(pool2: RankPool) -> None:
-    """Three batches of each of two windows; Lightning draws the first."""
-    assert min(pool2.run(_wait_for_data)) >= 2 * 3 * 0.03
 
 
 class Peeks(Callback):

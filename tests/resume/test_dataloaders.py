@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader, Sampler, Subset
 
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.resume.dataloaders import RecordingSampler
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
@@ -31,6 +36,7 @@ from tests.resume.resuming import (
     make_trainer,
     run,
 )
+from tests.trainer import runs
 
 STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1))
 REPEATED = (("on_train_batch_end", 3), ("on_train_batch_start", 8), ("on_after_backward", 11))
@@ -204,3 +210,76 @@ def test_indices_drawn_one_by_one_on_other_ranks() -> None:
     recorder.skipped = 2
     random.seed(3)
     assert list(loader.sampler) == expected
+
+
+class Growing(Sampler[list[int]]):
+    """A batch sampler of a user's, whose size a callback changes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._num_samples = 12
+
+    def __len__(self) -> int:
+        return -(-self._num_samples // self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(self._num_samples))
+        for start in range(0, self._num_samples, self.size):
+            yield order[start : start + self.size]
+
+
+class Grow(Callback):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        sampler = trainer.train_dataloader.batch_sampler
+        assert isinstance(sampler, Growing)
+        assert sampler._num_samples == 12
+        sampler.size = 3 * 2**trainer.current_epoch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self.sizes.append(len(batch))
+
+
+def _grow() -> list[int]:
+    grow = Grow()
+    strategy = AutomodelStrategy(per_token_loss=False)
+    loader = DataLoader(RandomDataset(32, 12), batch_sampler=Growing(3))
+    runs.make_trainer(strategy, max_epochs=2, callbacks=[grow]).fit(BoringModel(), loader)
+    return grow.sizes
+
+
+def test_a_batch_sampler_is_the_user_s_own(pool1: RankPool) -> None:
+    """Callbacks find its class and attributes, and what they set counts, as in a curriculum."""
+    assert pool1.run(_grow) == [[3, 3, 3, 3, 6, 6]]
+
+
+class Reloads(BoringModel):
+    """Makes a data set for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self.num_alive: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = RandomDataset(32, 4)
+        self.made.append(weakref.ref(dataset))
+        return DataLoader(dataset)
+
+    def on_train_epoch_start(self) -> None:
+        gc.collect()
+        self.num_alive.append(sum(reference() is not None for reference in self.made))
+
+
+def _reload() -> list[int]:
+    module = Reloads()
+    strategy = AutomodelStrategy(per_token_loss=False)
+    runs.make_trainer(strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1).fit(module)
+    return module.num_alive
+
+
+def test_loaders_that_were_replaced_are_freed(pool1: RankPool) -> None:
+    """The last one's data set, at the latest with the first batch of the next one."""
+    assert pool1.run(_reload) == [[1, 2, 2, 2]]
