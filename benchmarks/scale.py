@@ -45,8 +45,9 @@ def rows(names: tuple[str, ...] = ("8B", "70B")) -> list[list[str]]:
                 # As many micro-batches in a step as there are ranks, whatever the layout.
                 plan = Plan(micro, layout, ranks, tensor, NODE)
                 within, between = plan.bytes_by_link()
+                shape = f"{plan.sizes.replicate} x {plan.sizes.shard} TP {plan.sizes.tensor}"
                 sizes = (plan.high_water, plan.state, within + between, between)
-                found.append([name, f"{ranks:,}", str(plan), *(f"{size / GIB:.1f}" for size in sizes)])
+                found.append([name, f"{ranks:,}", shape, *(f"{size / GIB:.1f}" for size in sizes)])
     return found
 
 

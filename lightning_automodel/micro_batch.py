@@ -275,12 +275,12 @@ class MicroBatches:
 
     def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""
+        if self._looks_first:
+            self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
         self._num_to_advise -= 1
         self.advice.about_half_precision(loss)
         if aux_loss is None:
             self._tell(self._looks.advice(self.module, self.weighting, loss, count, divided_by))
-        if self._is_first_window:
-            self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
     def _tell(self, text: str | None) -> None:
         if text is not None:
