@@ -46,8 +46,11 @@ GBITS_SHARE = 0.7  # of what --gbits says that a pair of nodes must reach
 MEMORY_RATIO = 1.15  # of the plan
 TIME_RATIO = 1.1  # of the loop's median step
 WAYS = ("loop", "automodel", "loop", "automodel", "model-parallel")  # of `speed`, in turns
-LOSSES_OFF = {"bf16-true": 1e-3, "bf16-mixed": 1e-3, "32-true": 1e-6}
-GRADIENTS_OFF = {"bf16-true": 1e-2, "bf16-mixed": 1e-2, "32-true": 1e-5}
+# Distances from the loop, as shares of what it has. On 2 CPU ranks they are 0 in each precision, also after several
+# steps; on GPUs kernels add in another order each time. In bfloat16, to round the frequencies of rotary positions
+# moved gradients by 3e-4 to 5e-4 and losses by 3e-6 to 3e-5; a mean of means moved gradients by 1.3e-2.
+LOSSES_OFF = {"bf16-true": 1e-3, "bf16-mixed": 1e-3, "32-true": 1e-5}
+GRADIENTS_OFF = {"bf16-true": 2e-3, "bf16-mixed": 2e-3, "32-true": 1e-5}
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Case:
         shares_device: Whether each rank is the only one of a node, so that all use the first device.
         timeout: Seconds after which a collective fails.
         options: Further keywords of the strategy.
-        is_ragged: Whether ranks have rows of their own, and micro-batches unequal numbers of labels.
+        is_ragged: Whether ranks have rows of their own, and micro-batches unequal numbers of labels, and unlike tokens.
         reduces_in_float32: Whether the ways by hand reduce gradients in float32, as the strategy does.
     """
 
@@ -126,7 +126,8 @@ class Case:
     def batches(self) -> DataLoader:
         """Random rows whose first tokens carry no labels; on a CPU, those of the warm-up are short.
 
-        torchrun tells the rank, by which ragged ones differ: between 1/8 and 1/2 of a row is without labels.
+        Ragged ones differ by the rank, which torchrun tells, and by micro-batch: 1/8 to 1/2 of a row has no labels, and
+        its tokens are from one quarter of the vocabulary, so that micro-batches of a wrong weight change gradients.
         """
         rank = int(os.environ.get("RANK", 0)) if self.is_ragged else 0
         generator = torch.Generator().manual_seed(rank)
@@ -135,10 +136,17 @@ class Case:
             # On a CPU, imports, buffers and code have to warm up, but no kernels that are chosen by shape.
             is_short = self.device == "cpu" and index < self.warm_up * self.accumulate
             length = min(self.length, 256) if is_short else self.length
-            tokens = torch.randint(self.config().vocab_size, (self.rows, length + 1), generator=generator)
+            vocabulary = self.config().vocab_size
+            first = 0
+            ignored = length // 8
+            if self.is_ragged:
+                quarter = (rank + index) % 4
+                vocabulary //= 4
+                first = quarter * vocabulary
+                ignored *= 1 + quarter
+            tokens = torch.randint(first, first + vocabulary, (self.rows, length + 1), generator=generator)
             labels = tokens[:, 1:].clone()
-            eighths = 1 + (rank + index) % 4 if self.is_ragged else 1
-            labels[:, : eighths * length // 8] = IGNORE_INDEX
+            labels[:, :ignored] = IGNORE_INDEX
             batches.append({"input_ids": tokens[:, :-1], "labels": labels})
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
@@ -430,6 +438,9 @@ def _run_loop(case: Case, meter: Meter) -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(case)
+    if case.trainer_precision == "bf16-true":
+        # Lightning's plugin also rounds the buffers, as the frequencies of rotary positions.
+        model.to(torch.bfloat16)
     shard_by_hand(model, case, init_device_mesh(case.device, (case.ranks,)))
     fsdp: Any = model
     fsdp.set_reshard_after_forward(False)
