@@ -222,7 +222,7 @@ def test_the_network_is_read(monkeypatch: pytest.MonkeyPatch, text: str, network
 
 
 @pytest.mark.parametrize(
-    ("network", "hosts", "gbits", "is_right"),
+    ("network", "nodes", "gbits", "is_right"),
     [
         ("Socket", 2, 400.0, False),
         ("Socket", 2, None, None),
@@ -232,16 +232,16 @@ def test_the_network_is_read(monkeypatch: pytest.MonkeyPatch, text: str, network
     ],
 )
 def test_tcp_between_nodes_is_no_fast_network(
-    monkeypatch: pytest.MonkeyPatch, network: str | None, hosts: int, gbits: float | None, is_right: bool
+    monkeypatch: pytest.MonkeyPatch, network: str | None, nodes: int, gbits: float | None, is_right: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
+    from first_hour_checks import Place
 
-    driver: Any = SimpleNamespace(args=SimpleNamespace(device="cuda", gbits=gbits))
+    place = Place(0, 8 * nodes, 8)
+    driver: Any = SimpleNamespace(place=place, args=SimpleNamespace(device="cuda", gbits=gbits))
     networks = [network] if network else []
-    ended: Any = [
-        SimpleNamespace(said={"host": f"node{index}"}, networks=networks) for index in range(hosts)
-    ]
+    ended: Any = [SimpleNamespace(networks=networks) for _ in range(place.world_size)]
     row = script.network_row(driver, ended)
     assert row.is_right is is_right
     assert row.seen == (network or "unknown")
