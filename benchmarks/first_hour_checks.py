@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ MEBIBYTE = 1 << 20
 FAULT_STEP = 3
 CHOICES = ("defer_fsdp_grad_sync", "reshard_during_accumulation")  # of "auto", which the plan follows
 STEPS = 3  # before the save, and after it
+HEARTBEAT_S = 30.0  # after which a silent rank is missed; by default 120
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ def links(arguments: dict[str, Any]) -> None:
         n = len(ranks[0])
         rates[name] = 2 * (n - 1) / n * size / seconds / 1e9
     say(rates=rates)
-    # The first two ranks of each node, and the first ones of each two nodes: all-reduces may hide one slow link.
+    # The first two ranks of each node, and the ranks of each two nodes: all-reduces may hide one slow link.
     say(
         pairs_in_node=_pair_rates(device, [[(ranks[0], ranks[1]) for ranks in nodes if own > 1]]),
-        pairs_of_nodes=_pair_rates(device, _rounds([ranks[0] for ranks in nodes])),
+        pairs_of_nodes=_pair_rates(device, pairs_of_nodes(nodes)),
     )
     dist.destroy_process_group()
 
@@ -106,6 +108,17 @@ def _rounds(ranks: list[int]) -> list[list[tuple[int, int]]]:
         pairs = zip(players[:half], players[: half - 1 : -1], strict=True)
         rounds.append([pair for pair in pairs if -1 not in pair])
         players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def pairs_of_nodes(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs, so that each rank meets its like on every other node, and all ranks of a node send at once."""
+    rounds = []
+    for met in _rounds(list(range(len(nodes)))):
+        pairs: list[tuple[int, int]] = []
+        for one, other in met:
+            pairs += zip(nodes[one], nodes[other], strict=True)
+        rounds.append(pairs)
     return rounds
 
 
@@ -269,13 +282,29 @@ def exact(arguments: dict[str, Any]) -> None:
 
 
 def speed(arguments: dict[str, Any]) -> None:
-    """Seconds and memory of a step of a Llama by one way; see `llama.py`."""
+    """Seconds, memory, losses and first gradients of a Llama by one way; see `llama.py`."""
     import llama
 
-    class WallMeter(llama.Meter):
+    class HourMeter(llama.Meter):
+        """Reads no number of the device before the last step, which would have to wait for it."""
+
+        counts_collectives = False
+
         def __init__(self, case: llama.Case) -> None:
             super().__init__(case)
             self.clock = time.perf_counter
+            self.totals: list[Tensor] = []
+            self.counts: list[Tensor] = []
+            self.squares: Tensor | None = None
+            self.marks: list[Any] = []
+
+        def see_losses(self, total: Tensor, count: Tensor) -> None:
+            self.totals.append(total.double())
+            self.counts.append(count.double())
+
+        def see_gradients(self, model: nn.Module) -> None:
+            if self.squares is None:  # in the first step, where all ways have the same weights
+                self.squares = squared_norms(model)
 
         def start(self) -> None:
             say(began=time.time())
@@ -283,8 +312,55 @@ def speed(arguments: dict[str, Any]) -> None:
                 described = self.strategy.describe()
                 say(chosen={name: described[name] for name in CHOICES})
             super().start()
+            self.mark()
 
-    llama.run(llama.Case.from_fields(arguments["case"]), WallMeter)
+        def mark(self) -> None:
+            if self.case.device == "cuda":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                self.marks.append(event)
+            else:
+                self.marks.append(time.perf_counter())
+
+        def end_step(self) -> None:
+            if self.marks:
+                self.mark()
+
+        def stop(self) -> None:
+            super().stop()
+            totals = torch.stack(self.totals).view(-1, self.case.accumulate).sum(1)
+            counts = torch.stack(self.counts).view(-1, self.case.accumulate).sum(1)
+            assert self.squares is not None
+            for tensor in (totals, counts, self.squares) if self.case.ranks > 1 else ():
+                dist.all_reduce(tensor)
+            say(
+                losses=(totals / counts).tolist(),
+                norms=self.squares.sqrt().tolist(),
+                steps=[_seconds(*each) for each in pairwise(self.marks)],
+            )
+
+    llama.run(llama.Case.from_fields(arguments["case"]), HourMeter)
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Between two events of CUDA, or two times."""
+    if isinstance(start, float):
+        return end - start
+    return start.elapsed_time(end) / 1000
+
+
+def squared_norms(model: nn.Module) -> Tensor:
+    """Of this rank's part of each parameter's gradient, whose sum over ranks is that of the whole: [parameters]."""
+    squares = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            squares.append(torch.zeros((), dtype=torch.float64, device=parameter.device))
+            continue
+        if isinstance(gradient, dist.tensor.DTensor):
+            gradient = gradient.to_local()
+        squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+    return torch.stack(squares)
 
 
 def fault(arguments: dict[str, Any]) -> None:
@@ -299,23 +375,40 @@ def fault(arguments: dict[str, Any]) -> None:
         time.sleep(0.05)
 
     module = make_module(at_step)
-    trainer = make_trainer(arguments, max_epochs=1)
+    trainer = make_trainer(arguments, strategy={"heartbeat_timeout": HEARTBEAT_S / 60}, max_epochs=1)
     try:
         trainer.fit(module, loader(ragged_batches(place.rank, 10_000)))
     finally:
         say(stopped=trainer.global_step, left=time.time())
 
 
-def digest(module: nn.Module) -> list[float]:
-    """Sums of all whole parameters. A collective."""
-    return [float(whole(parameter).double().sum()) for parameter in module.parameters()]
+def digest(tensors: Iterable[Tensor]) -> list[float]:
+    """Sums of all whole tensors. A collective."""
+    sums = []
+    for tensor in tensors:
+        whole_tensor = tensor.detach()
+        if isinstance(whole_tensor, dist.tensor.DTensor):
+            whole_tensor = whole_tensor.full_tensor()
+        sums.append(float(whole_tensor.sum(dtype=torch.float64)))
+    return sums
+
+
+def optimizer_tensors(trainer: Any) -> list[Tensor]:
+    """The state of all optimizers, as moments, in an order that all ranks share."""
+    found = []
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                found += [torch.as_tensor(state[name]) for name in sorted(state)]
+    return found
 
 
 def save(arguments: dict[str, Any]) -> None:
     """Train, and save."""
     module, trainer, path, data = _resumable(arguments, max_epochs=1)
     trainer.fit(module, data)
-    say(digest=digest(module))
+    say(weights=digest(module.parameters()), optimizer=digest(optimizer_tensors(trainer)))
     started = time.perf_counter()
     trainer.save_checkpoint(path)
     saved_s = time.perf_counter() - started
@@ -331,11 +424,13 @@ def resume(arguments: dict[str, Any]) -> None:
 
     class Compares(L.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            say(loaded_s=time.perf_counter() - started, digest=digest(pl_module))
+            loaded_s = time.perf_counter() - started
+            weights = digest(pl_module.parameters())
+            say(loaded_s=loaded_s, weights=weights, optimizer=digest(optimizer_tensors(trainer)))
 
     module, trainer, path, data = _resumable(arguments, max_epochs=2, callbacks=[Compares()])
     trainer.fit(module, data, ckpt_path=path, weights_only=False)
-    say(step=trainer.global_step, finite=all(map(math.isfinite, digest(module))))
+    say(step=trainer.global_step, finite=all(map(math.isfinite, digest(module.parameters()))))
 
 
 def _resumable(arguments: dict[str, Any], **options: Any) -> tuple[Any, Any, Path, Any]:
@@ -343,8 +438,7 @@ def _resumable(arguments: dict[str, Any], **options: Any) -> tuple[Any, Any, Pat
 
     case = llama.Case.from_fields(arguments["case"])
     llama.torch.set_num_threads(1)
-    precision = "bf16-true" if case.device == "cuda" else "32-true"
-    trainer = make_trainer(arguments, precision=precision, limit_train_batches=STEPS, **options)
+    trainer = make_trainer(arguments, precision=case.trainer_precision, limit_train_batches=STEPS, **options)
     return llama.LlamaModule(case), trainer, Path(arguments["output"]) / "checkpoint.ckpt", case.batches()
 
 

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import CollectiveCounter
@@ -79,6 +79,8 @@ class Case:
         shares_device: Whether each rank is the only one of a node, so that all use the first device.
         timeout: Seconds after which a collective fails.
         options: Further keywords of the strategy.
+        is_ragged: Whether ranks have rows of their own, and micro-batches unequal numbers of labels, and unlike tokens.
+        reduces_in_float32: Whether the ways by hand reduce gradients in float32, as the strategy does.
     """
 
     way: str
@@ -98,6 +100,8 @@ class Case:
     shares_device: bool = False
     timeout: float = 1800.0
     options: tuple[tuple[str, Any], ...] = ()
+    is_ragged: bool = False
+    reduces_in_float32: bool = False
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Case":
@@ -105,8 +109,14 @@ class Case:
         return cls(**{**fields, "options": tuple(map(tuple, fields["options"]))})
 
     @property
+    def trainer_precision(self) -> str:
+        """Of the Trainer."""
+        return self.precision or ("bf16-true" if self.device == "cuda" else "32-true")
+
+    @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+        """Of the weights."""
+        return torch.bfloat16 if self.trainer_precision == "bf16-true" else torch.float32
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
@@ -114,16 +124,29 @@ class Case:
         )
 
     def batches(self) -> DataLoader:
-        """Random rows whose first tokens carry no labels; on a CPU, those of the warm-up are short."""
-        generator = torch.Generator().manual_seed(0)
+        """Random rows whose first tokens carry no labels; on a CPU, those of the warm-up are short.
+
+        Ragged ones differ by the rank, which torchrun tells, and by micro-batch: 1/8 to 1/2 of a row has no labels, and
+        its tokens are from one quarter of the vocabulary, so that micro-batches of a wrong weight change gradients.
+        """
+        rank = int(os.environ.get("RANK", 0)) if self.is_ragged else 0
+        generator = torch.Generator().manual_seed(rank)
         batches = []
         for index in range((self.warm_up + self.steps) * self.accumulate):
             # On a CPU, imports, buffers and code have to warm up, but no kernels that are chosen by shape.
             is_short = self.device == "cpu" and index < self.warm_up * self.accumulate
             length = min(self.length, 256) if is_short else self.length
-            tokens = torch.randint(self.config().vocab_size, (self.rows, length + 1), generator=generator)
+            vocabulary = self.config().vocab_size
+            first = 0
+            ignored = length // 8
+            if self.is_ragged:
+                quarter = (rank + index) % 4
+                vocabulary //= 4
+                first = quarter * vocabulary
+                ignored *= 1 + quarter
+            tokens = torch.randint(first, first + vocabulary, (self.rows, length + 1), generator=generator)
             labels = tokens[:, 1:].clone()
-            labels[:, : length // 8] = IGNORE_INDEX
+            labels[:, :ignored] = IGNORE_INDEX
             batches.append({"input_ids": tokens[:, :-1], "labels": labels})
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
@@ -158,12 +181,14 @@ class Meter:
 
     Attributes:
         strategy: The Trainer's, from the first measured step on.
+        counts_collectives: Whether a mode counts the collectives of several ranks, which takes time of the host.
 
     Args:
         case: The case that is measured.
     """
 
     strategy: Any = None
+    counts_collectives = True
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -171,18 +196,28 @@ class Meter:
         self.clock = process_time if case.device == "cpu" else perf_counter
         self.before = start_peak(case.device)
         self.counter = ByteCounter()
+        self.is_counting = self.counts_collectives and case.ranks > 1
+
+    def see_losses(self, total: Tensor, count: Tensor) -> None:
+        """Called in each micro-batch with the sum of its losses and the number of its labels, both []."""
+
+    def see_gradients(self, model: nn.Module) -> None:
+        """Called before each optimizer step, with its gradients."""
+
+    def end_step(self) -> None:
+        """Called after each optimizer step."""
 
     def start(self) -> None:
         start_peak(self.case.device)
         self._synchronize()
         self.started = self.clock()
-        if self.case.ranks > 1:
+        if self.is_counting:
             self.counter.__enter__()
 
     def stop(self) -> None:
         self._synchronize()
         seconds = self.clock() - self.started
-        if self.case.ranks > 1:
+        if self.is_counting:
             self.counter.__exit__(None, None, None)
         held = torch.tensor(float(peak(self.case.device) - self.before), device=self.case.device)
         if self.case.ranks > 1:
@@ -219,8 +254,33 @@ class StepMeter(L.Callback):
             self.meter.strategy = trainer.strategy
             self.meter.start()
 
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.meter.see_gradients(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if (index + 1) % self.meter.case.accumulate == 0:
+            self.meter.end_step()
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.meter.stop()
+
+
+def flops_a_token(case: Case) -> float:
+    """Floating-point operations of a token's forward and backward, of which a device's utilization (MFU) is counted.
+
+    6 for each parameter but the embedding's, and 12 * layers * d * s for attention over the whole row. What is
+    computed again does not count.
+    """
+    with torch.device("meta"):
+        model = LlamaForCausalLM(case.config())
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters -= model.get_input_embeddings().weight.numel()
+    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * case.length
 
 
 def build_model(case: Case) -> LlamaForCausalLM:
@@ -260,22 +320,33 @@ def losses(model: Any, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 def shard_by_hand(model: LlamaForCausalLM, case: Case, mesh: DeviceMesh) -> None:
     """Shard as the strategy does: recomputation, compiling, then the blocks and the rest as FSDP units."""
+    policy = MixedPrecisionPolicy()
+    if case.reduces_in_float32:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    if case.trainer_precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if case.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for block in model.model.layers:
         if case.compile:
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, "chunked_losses")
 
 
 class LlamaModule(L.LightningModule):
-    """The case as a LightningModule."""
+    """The case as a LightningModule.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        case: What it trains.
+        meter: Sees its losses.
+    """
+
+    def __init__(self, case: Case, meter: Meter | None = None) -> None:
         super().__init__()
         self.case = case
+        self.meter = meter
         self.model: LlamaForCausalLM | None = None
 
     def configure_model(self) -> None:
@@ -287,6 +358,8 @@ class LlamaModule(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, n = losses(self.model, self.case, batch)
+        if self.meter is not None:
+            self.meter.see_losses(loss.detach(), n)
         return loss / n.clamp(min=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -343,7 +416,7 @@ def _run_trainer(case: Case, meter: Meter) -> None:
         devices=devices,
         num_nodes=case.ranks // devices,
         strategy=strategy,
-        precision=case.precision or ("bf16-true" if case.device == "cuda" else "32-true"),
+        precision=case.trainer_precision,
         accumulate_grad_batches=case.accumulate,
         max_steps=case.warm_up + case.steps,
         callbacks=[StepMeter(meter)],
@@ -352,7 +425,7 @@ def _run_trainer(case: Case, meter: Meter) -> None:
             ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
         ),
     )
-    trainer.fit(LlamaModule(case), case.batches())
+    trainer.fit(LlamaModule(case, meter), case.batches())
 
 
 def _run_loop(case: Case, meter: Meter) -> None:
@@ -365,6 +438,9 @@ def _run_loop(case: Case, meter: Meter) -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(case)
+    if case.trainer_precision == "bf16-true":
+        # Lightning's plugin also rounds the buffers, as the frequencies of rotary positions.
+        model.to(torch.bfloat16)
     shard_by_hand(model, case, init_device_mesh(case.device, (case.ranks,)))
     fsdp: Any = model
     fsdp.set_reshard_after_forward(False)
@@ -377,6 +453,7 @@ def _run_loop(case: Case, meter: Meter) -> None:
         fsdp.set_requires_gradient_sync(is_last)
         fsdp.set_reshard_after_backward(is_last)
         total, n = losses(model, case, {name: tensor.to(case.device) for name, tensor in batch.items()})
+        meter.see_losses(total.detach(), n)
         counted += n
         total.backward()
         if is_last:
@@ -384,9 +461,11 @@ def _run_loop(case: Case, meter: Meter) -> None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(case.ranks / counted)  # FSDP2 has averaged over ranks
+            meter.see_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
             counted.zero_()
+            meter.end_step()
     meter.stop()
     dist.destroy_process_group()
 

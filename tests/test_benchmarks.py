@@ -138,6 +138,7 @@ def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
     assert {name: cells[-1] for name, cells in rows.items()} == {
         "versions": "**no**",
         "devices": "yes",
+        "network of NCCL": "not judged",
         "all-reduce within a node": "not judged",  # on a CPU
         "all-reduce over all ranks": "not judged",
         "first two ranks of a node, 1 MiB": "not judged",
@@ -166,7 +167,8 @@ def test_a_slow_link_is_named(
     pairs[7] = (*pairs[7][:3], slow)
     driver: Any = SimpleNamespace(is_judged=True, args=SimpleNamespace(gbits=gbits))
     hosts = [f"node{rank // 8}" for rank in range(40)]
-    row = script._pairs_row(driver, "first ranks of two nodes, 256 MiB", hosts, pairs, 256 << 20)
+    name = script.PAIRS["pairs_of_nodes"]
+    row = script._pairs_row(driver, f"{name}, 256 MiB", hosts, pairs, 256 << 20)
     assert row.is_right == is_right
     if slow < 20:
         one, other = pairs[7][:2]
@@ -189,11 +191,94 @@ def test_all_checks_of_a_cluster(tmp_path: Path, ranks: int) -> None:
         "a save",
         "SIGTERM to the last rank",
         f"resumed on {max(ranks // 2, 1)} ranks",
+        "losses of model-parallel beside the loop",
     } <= {*rows}
+    for what in ("losses", "gradients"):
+        assert rows[f"{what} of automodel beside the loop"][-1] == "yes"
     kept = "parameters kept for the window"  # so little fits
     assert kept in rows["memory beside the plan"][1]
     assert rows["a save"][-1] == "yes"
     assert not (tmp_path / "checkpoint.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "networks"),
+    [
+        ("", []),
+        ("a NCCL INFO NET/IB : No device found.\na NCCL INFO Using network Socket\n", ["Socket"]),
+        ("a NCCL INFO Initialized NET plugin IB\na NCCL INFO Assigned NET plugin IB to comm\n", ["IB"]),
+        (
+            "a NCCL INFO Using network AWS Libfabric\n"
+            "a NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/0/GDRDMA\n",
+            ["AWS Libfabric"],
+        ),
+    ],
+)
+def test_the_network_is_read(monkeypatch: pytest.MonkeyPatch, text: str, networks: list[str]) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+
+    assert script.networks_of(text) == networks
+
+
+@pytest.mark.parametrize(
+    ("network", "nodes", "gbits", "is_right"),
+    [
+        ("Socket", 2, 400.0, False),
+        ("Socket", 2, None, None),
+        ("Socket", 1, 400.0, None),
+        ("IB", 2, 400.0, True),
+        (None, 2, 400.0, None),
+    ],
+)
+def test_tcp_between_nodes_is_no_fast_network(
+    monkeypatch: pytest.MonkeyPatch, network: str | None, nodes: int, gbits: float | None, is_right: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+    from first_hour_checks import Place
+
+    place = Place(0, 8 * nodes, 8)
+    driver: Any = SimpleNamespace(place=place, args=SimpleNamespace(device="cuda", gbits=gbits))
+    networks = [network] if network else []
+    ended: Any = [SimpleNamespace(networks=networks) for _ in range(place.world_size)]
+    row = script.network_row(driver, ended)
+    assert row.is_right is is_right
+    assert row.seen == (network or "unknown")
+
+
+def test_all_rails_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from first_hour_checks import pairs_of_nodes
+
+    rounds = pairs_of_nodes([[0, 1], [2, 3], [4, 5]])
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len({*ranks})
+    found = {tuple(sorted(pair)) for pairs in rounds for pair in pairs}
+    assert found == {(0, 2), (1, 3), (0, 4), (1, 5), (2, 4), (3, 5)}
+
+
+def test_a_log_that_was_torn_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process may leave half a line; a rank is named far above the last lines."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+
+    text = "rank 7 on node3 was killed\n" + "a stack\n" * 1000 + '{"step": 3}\n{"losses": [1.0, '
+    assert script.said_in(text) == {"step": 3}
+    assert script.names_in(text) == ["rank 7 on node3"]
+
+
+def test_losses_that_are_no_numbers_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+
+    nan = float("nan")
+    right = {"losses": [2.0, 1.0], "norms": [3.0, 4.0]}
+    assert script.how_far_off("losses", {"losses": [2.0, 1.1]}, right) == pytest.approx(0.1)
+    assert script.how_far_off("norms", {"norms": [3.0, 4.5]}, right) == pytest.approx(0.1)
+    for key in right:
+        assert script.how_far_off(key, {key: [1.0, nan]}, right) == float("inf")
 
 
 def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +287,7 @@ def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import first_hour as script
     from first_hour_checks import CHOICES, Place
 
-    args = SimpleNamespace(device="cuda", shape="narrow", timeout=600)
+    args = SimpleNamespace(device="cuda", shape="narrow", timeout=600, precision=None)
     driver: Any = SimpleNamespace(place=Place(0, 8, 8), args=args)
     case = script.case_of(driver)
     kept, freed = (
