@@ -1,13 +1,14 @@
 """Warnings and notes for the user, each given once."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
@@ -34,13 +35,65 @@ class _TensorHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class BackwardHooks:
+    """Names hooks of the user, in a run, whose gradients are not those of the window's mean; ``say`` says it once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._tensor_hooks = _TensorHooks()
+        self._registers_hooks: bool | None = None  # whether steps do; None until one has run
+
+    def noting(self, module: nn.Module, divisor: int, counts_ahead: bool) -> AbstractContextManager[None]:
+        """Context of a training step; they are named at the end of the first or second one.
+
+        The first step of a run tells whether steps register hooks, as FSDP2 does. If so, the second one tells whose
+        they are: that slows down all functions of torch, and compiled code would be compiled for it.
+        """
+        if self._registers_hooks is False:
+            return nullcontext()
+        return self._note(module, divisor, counts_ahead)
+
+    @contextmanager
+    def _note(self, module: nn.Module, divisor: int, counts_ahead: bool) -> Iterator[None]:
+        is_first = self._registers_hooks is None
+        noting: AbstractContextManager[Any] = nullcontext()
+        if self._registers_hooks and not any(map(torch_internals.is_compiled, module.modules())):
+            noting = self._tensor_hooks
+        before = RemovableHandle.next_id
+        with noting:
+            yield
+        self._registers_hooks = is_first and RemovableHandle.next_id > before
+        if not self._registers_hooks:
+            self._tell([*_hooked(module), *self._tensor_hooks.names], divisor, counts_ahead)
+
+    def _tell(self, hooked: list[str], divisor: int, counts_ahead: bool) -> None:
+        if not hooked or (counts_ahead and divisor == 1):
+            return
+        found = (
+            f"{len(hooked)} modules, parameters or tensors have backward hooks ({', '.join(hooked[:3])})."
+        )
+        linear = "A hook that only looks, or that multiplies by a constant, is right."
+        if counts_ahead:
+            self._say(
+                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then"
+                f" averaged over {divisor} ranks. {linear} Let any other, as one that clips or normalises,"
+                f" compute {divisor} * f(g / {divisor}) for its f(g)."
+            )
+        else:
+            self._say(
+                f"{found} They see the gradient of a micro-batch's sum of losses, which is divided by the"
+                f" counts of the window after the last backward. {linear} For any other, as one that clips"
+                f" or normalises, pass count_window_ahead=True, and let it compute {divisor} * f(g /"
+                f" {divisor}) for its f(g): trainer.strategy.describe()['gradient_divisor'] has this number."
+            )
+
+
 class Advice:
     """Says each thing once, on rank 0."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._count_is_checked = False
-        self._tensor_hooks = _TensorHooks()
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
         """Say ``message`` unless it has been said."""
@@ -54,49 +107,6 @@ class Advice:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute"
                 " the loss in float32 (logits.float()) for exact gradients."
-            )
-
-    def noting_tensor_hooks(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Context of the first step, for :meth:`about_backward_hooks`. Compiled code would be compiled for it."""
-        if any(map(torch_internals.is_compiled, module.modules())):
-            return nullcontext()
-        return self._tensor_hooks
-
-    def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
-        """Name hooks of the user that see gradients which are not yet those of the window's mean."""
-        hooked = [
-            f"module {name}"
-            for name, submodule in module.named_modules()
-            if torch_internals.has_backward_hooks(submodule)
-        ]
-        # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
-        whole = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if not isinstance(parameter, DTensor)
-        }
-        hooked += [
-            f"parameter {name}" for name, parameter in whole.items() if torch_internals.has_hooks(parameter)
-        ]
-        hooked += self._tensor_hooks.names
-        if not hooked or (counts_ahead and divisor == 1):
-            return
-        found = (
-            f"{len(hooked)} modules, parameters or tensors have backward hooks ({', '.join(hooked[:3])})."
-        )
-        linear = "A hook that only looks, or that multiplies by a constant, is right."
-        if counts_ahead:
-            self.say_once(
-                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then"
-                f" averaged over {divisor} ranks. {linear} Let any other, as one that clips or normalises,"
-                f" compute {divisor} * f(g / {divisor}) for its f(g)."
-            )
-        else:
-            self.say_once(
-                f"{found} They see the gradient of a micro-batch's sum of losses, which is divided by the"
-                f" counts of the window after the last backward. {linear} For any other, as one that clips"
-                f" or normalises, pass count_window_ahead=True, and let it compute {divisor} * f(g /"
-                f" {divisor}) for its f(g): trainer.strategy.describe()['gradient_divisor'] has this number."
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
@@ -127,6 +137,22 @@ class Advice:
                     " label counts as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()}"
                     " from the step."
                 )
+
+
+def _hooked(module: nn.Module) -> list[str]:
+    """What of ``module`` has backward hooks, in words."""
+    hooked = [
+        f"module {name}"
+        for name, submodule in module.named_modules()
+        if torch_internals.has_backward_hooks(submodule)
+    ]
+    # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
+    hooked += [
+        f"parameter {name}"
+        for name, parameter in module.named_parameters()
+        if not isinstance(parameter, DTensor) and torch_internals.has_hooks(parameter)
+    ]
+    return hooked
 
 
 def stop_iteration_error(where: str) -> RuntimeError:

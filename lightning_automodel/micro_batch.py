@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel.advice import Advice, stop_iteration_error
+from lightning_automodel.advice import Advice, BackwardHooks, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
@@ -94,6 +94,7 @@ class MicroBatches:
         # has looked at itself: no more once it has given its advice, and none with an auxiliary part.
         self._num_to_advise = NUM_LOOKS
         self._looks = FirstLooks()
+        self._backward_hooks = BackwardHooks(advice.say_once)
         # The step whose backwards run.
         self._step = _Step()
 
@@ -112,9 +113,7 @@ class MicroBatches:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
-        noting_hooks: AbstractContextManager[Any] = nullcontext()
-        if self._looks_first:
-            noting_hooks = self.advice.noting_tensor_hooks(self.module)
+        noting_hooks = self._backward_hooks.noting(self.module, self.windows.divisor, self.ahead is not None)
 
         def attending_step() -> Any:
             with attention, noting_hooks:
@@ -135,11 +134,6 @@ class MicroBatches:
     def _is_first_window(self) -> bool:
         """Whether no window of this run has ended yet, also of a run that was resumed."""
         return self.windows.last_loss is None
-
-    @property
-    def _looks_first(self) -> bool:
-        """Whether this is the first step of a run that advice is given on."""
-        return self._num_to_advise == NUM_LOOKS
 
     def sliced(
         self, args: tuple[Any, ...], step: str
@@ -275,8 +269,6 @@ class MicroBatches:
 
     def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""
-        if self._looks_first:
-            self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
         self._num_to_advise -= 1
         self.advice.about_half_precision(loss)
         if aux_loss is None:
