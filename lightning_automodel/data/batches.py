@@ -151,11 +151,17 @@ class TrackedLoader:
         if self.uneven != JOIN:
             self.number = self.loop.epoch_loop.batch_progress.current.processed
         self._begun = NO_BATCH
-        self._source = self.source(batches, self.number)
+        source = self.source(batches, self.number)
+        self._source = source
         self._ahead = deque()
         self._handles = deque()
-        while self._ahead or self._draw():
-            yield self._ahead.popleft()
+        try:
+            while self._ahead or self._draw():
+                yield self._ahead.popleft()
+        finally:
+            # The Trainer may not draw to the end. Workers would live until Python's collector comes.
+            if self._source is source:
+                self._source = iter(())
 
     def _draw(self) -> bool:
         """Draw a batch, to be handed out later. Returns whether there was one."""

@@ -59,14 +59,11 @@ def subset_number(dataset: Any) -> int:
     return hash(tuple(first)) % 2**52 if first else 0
 
 
-def drawing_alike(loader: Any, sampler: Any, seed: Any) -> Any:
-    """``loader``, whose ``sampler`` of the Trainer's draws by ``seed``; a copy if it shares out another sampler."""
+def draw_alike(sampler: Any, seed: Any) -> None:
+    """Let a ``sampler`` of the Trainer's draw by ``seed``, and share out what another one draws alike on all ranks."""
     sampler.seed = seed
-    if type(sampler) is not DistributedSamplerWrapper:
-        return loader
-    own = DrawnAlike.__new__(DrawnAlike)
-    vars(own).update(vars(sampler))
-    return _with_sampler(loader, sampler, own)
+    if type(sampler) is DistributedSamplerWrapper:
+        sampler.__class__ = DrawnAlike
 
 
 def distributed_sampler(loader: Any) -> Any:

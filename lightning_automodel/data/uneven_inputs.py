@@ -28,7 +28,7 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
-    drawing_alike,
+    draw_alike,
     keeps_its_length,
     may_end_early,
     repeats,
@@ -86,7 +86,7 @@ class UnevenInputs:
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
 
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even, or share out another sampler.
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
         """
         loader, pads = self._without_repeats(unwrap_loader(loader))
         loader = self._compared(loader, pads)
@@ -115,6 +115,12 @@ class UnevenInputs:
                     " iterates: leave that out, or pass AutomodelStrategy(uneven_inputs='pad')."
                 )
             return loader, False
+        if not is_of_trainer:
+            self._say(
+                f"{type(sampler).__name__} would repeat samples of the train data, so that the run uses a copy that"
+                " does not. What code sets on a loader or sampler that it holds has no effect: set it on"
+                " trainer.train_dataloader, its sampler or its batch_sampler."
+            )
         if not ends_early and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)):
             return sharing_out(loader, sampler, total - total % sampler.num_replicas), False
         return sharing_out(loader, sampler, total), True
@@ -137,7 +143,7 @@ class UnevenInputs:
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            loader = drawing_alike(loader, sampler, told[0][2])
+            draw_alike(sampler, told[0][2])
             if replaces_within(loader, sampler):
                 self._say(
                     f"The Trainer has put its own sampler, which shuffles all of the {self._stage} data, into"

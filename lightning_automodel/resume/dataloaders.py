@@ -6,10 +6,10 @@ are drawn again, from the same random states, and used ones are skipped, so that
 other loader is refused within an epoch.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -58,7 +58,7 @@ class RecordingSampler(Sampler[Any]):
         vars(self).update(
             iteration=None,
             skipped=None,
-            _loader=loader,
+            _loader=weakref.ref(loader),  # or its workers would live until Python's collector comes
             _device=device,
             _begins_at=begins_at,
             _name=name,
@@ -69,7 +69,7 @@ class RecordingSampler(Sampler[Any]):
 
     def close(self) -> None:
         """Restore the loader's own sampler."""
-        vars(self._loader)[self._name] = self._inner
+        vars(self._loader())[self._name] = self._inner
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance: users may look for their own class
@@ -106,7 +106,6 @@ class RecordingSampler(Sampler[Any]):
         yield from self._inner
 
     def _replay(self, num_skipped: int) -> Iterator[Any]:
-        assert self.iteration is not None
         begun, _ = self.iteration
         if begun is None:
             return islice(self._inner, num_skipped, None)
@@ -119,11 +118,11 @@ class RecordingSampler(Sampler[Any]):
         return chain(head[num_skipped:], indices)
 
     def _states(self) -> dict[str, Any]:
-        return rng.global_states(self._device) | rng.own_states(self._loader)
+        return rng.global_states(self._device) | rng.own_states(self._loader())
 
     def _set_states(self, states: dict[str, Any]) -> None:
         rng.set_global_states(states, self._device)
-        rng.set_own_states(self._loader, states)
+        rng.set_own_states(self._loader(), states)
 
 
 class TrainingLoaders:
@@ -142,7 +141,7 @@ class TrainingLoaders:
         self._trainer = trainer
         self._window_start = window_start
         # Weakly, since loaders hold them: those of loaders that were loaded anew go with these.
-        self._recorders: WeakSet[RecordingSampler] = WeakSet()
+        self._recorders: weakref.WeakSet[RecordingSampler] = weakref.WeakSet()
 
     def take(self, processed: Any) -> Any:
         """What to iterate instead of a loader. Of one to train on, states are kept, or indices that torch draws."""
@@ -241,7 +240,6 @@ class TrainingLoaders:
         """Restore the loaders' own samplers."""
         for recorder in self._recorders:
             recorder.close()
-        self._recorders.clear()
 
 
 def _flat(loaders: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import random
 import warnings
@@ -283,3 +284,43 @@ def _reload() -> list[int]:
 def test_loaders_that_were_replaced_are_freed(pool1: RankPool) -> None:
     """The last one's data set, at the latest with the first batch of the next one."""
     assert pool1.run(_reload) == [[1, 2, 2, 2]]
+
+
+class WithWorkers(BoringModel):
+    """Its loaders have a worker each."""
+
+    def __init__(self, num_rows: int, is_persistent: bool) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.is_persistent = is_persistent
+        self.num_workers: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = RandomDataset(32, self.num_rows)
+        return DataLoader(dataset, batch_size=2, num_workers=1, persistent_workers=self.is_persistent)
+
+    def on_train_epoch_start(self) -> None:
+        self.num_workers.append(len(multiprocessing.active_children()))
+
+
+def _workers(num_rows: int, is_persistent: bool) -> tuple[list[int], int]:
+    """Runs on every rank: workers at the start of each epoch, and after the fit, without Python's collector."""
+    module = WithWorkers(num_rows, is_persistent)
+    gc.collect()
+    gc.disable()
+    try:
+        options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1, "use_distributed_sampler": True}
+        runs.make_trainer(AutomodelStrategy(per_token_loss=False), **options).fit(module)
+        return module.num_workers, len(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("num_rows", [12, 13])
+def test_workers_end_with_their_loader(pool2: RankPool, num_rows: int, is_persistent: bool) -> None:
+    """Also where ranks have unequally many rows."""
+    for num_workers, num_left in pool2.run(_workers, num_rows, is_persistent):
+        assert max(num_workers) <= 2
+        assert num_left <= is_persistent
