@@ -83,14 +83,16 @@ class TrackedLoader:
     ================  ==============================================================================
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
     ``num_certain``   as many batches have the loaders of all ranks for certain
-    ``count``         counts the label tokens of a batch ahead
+    ``count_tokens``  counts the label tokens of a batch ahead
     ``window_start``  of a stateful loader, to resume: returns the first batch of the open window, since
                       which the states before each draw are kept
     ``is_peeked``     whether user code has drawn batches since the Trainer's iteration began
-    ``number``        how many of the epoch's batches were begun
+    ``num_begun``     how many of the epoch's batches were begun
     ================  ==============================================================================
     """
 
+    rank_lengths: list[int] | None
+    num_certain: float
     _ahead: deque[Any]
     _handles: deque[BatchHandle]
     _states: dict[int, Any]
@@ -98,48 +100,59 @@ class TrackedLoader:
     def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(
-            loader=loader,
+            users_loader=loader,
             uneven=uneven,
             rank_lengths=None,
             num_certain=0 if uneven in (ERROR, PAD) else inf,
-            count=None,
+            count_tokens=None,
             window_start=None,
             is_peeked=False,
-            number=0,
+            num_begun=0,
             _begun=NO_BATCH,  # the last one of these
             _source=iter(()),
             _ahead=deque(),
             _handles=deque(),
             _group=group,
             _states={},
-            loop=loop,
+            training_loop=loop,
         )
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance: users may look for a DataLoader
+        return type(self.users_loader)
+
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
-        return getattr(self.loader, name)
+        return getattr(self.users_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning sets worker_init_fn and resets _iterator.
         if name in vars(self):
             vars(self)[name] = value
         else:
-            setattr(self.loader, name, value)
+            setattr(self.users_loader, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.loader.__reduce_ex__(protocol)
+        return self.users_loader.__reduce_ex__(protocol)
 
     def __len__(self) -> int:
         if self.uneven not in (ERROR, PAD):
-            return len(self.loader)
+            return len(self.users_loader)
         if self.rank_lengths is None:
             raise TypeError(
-                f"The number of batches of {type(self.loader).__name__} is not known on all ranks."
+                f"The number of batches of {type(self.users_loader).__name__} is not known on all ranks."
             )
         return max(self.rank_lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
-        return self._iterate(iter(self.loader))
+        """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect.
+
+        By the Trainer in training, a collective over the group: another batch size may have been set since.
+        """
+        if self.rank_lengths is not None and lightning_internals.is_trainer_drawing():
+            lengths = PendingGather(self._group, len(self.users_loader)).received()
+            self.rank_lengths = lengths.flatten().int().tolist()
+            self.num_certain = min(self.num_certain, *self.rank_lengths)
+        return self._iterate(iter(self.users_loader))
 
     def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
         if not lightning_internals.is_trainer_drawing():
@@ -147,11 +160,11 @@ class TrackedLoader:
             yield from batches
             return
         self.is_peeked = False
-        self.number = 0  # in evaluation, which begins anew
+        self.num_begun = 0  # in evaluation, which begins anew
         if self.uneven != JOIN:
-            self.number = self.loop.epoch_loop.batch_progress.current.processed
+            self.num_begun = self.training_loop.epoch_loop.batch_progress.current.processed
         self._begun = NO_BATCH
-        source = self.source(batches, self.number)
+        source = self.source(batches, self.num_begun)
         self._source = source
         self._ahead = deque()
         self._handles = deque()
@@ -176,9 +189,9 @@ class TrackedLoader:
 
         A step that draws its batches begins each before it is drawn, and has the handle of an earlier one.
         """
-        while self.number < number and self._handles:
+        while self.num_begun < number and self._handles:
             self._begun = self._handles.popleft()
-            self.number += 1
+            self.num_begun += 1
         return self._begun
 
     def ahead(self, number: int) -> list[BatchHandle]:
@@ -191,7 +204,7 @@ class TrackedLoader:
         """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""
         if number in self._states:
             return self._states[number]
-        return copy.deepcopy(self.loader.state_dict())
+        return copy.deepcopy(self.users_loader.state_dict())
 
     def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
@@ -203,7 +216,7 @@ class TrackedLoader:
             if self.window_start is not None:
                 first = self.window_start()
                 kept = {at: state for at, state in self._states.items() if first <= at < number}
-                self._states = {**kept, number: copy.deepcopy(self.loader.state_dict())}
+                self._states = {**kept, number: copy.deepcopy(self.users_loader.state_dict())}
             batch = next(batches, _END)
             handle = BatchHandle(batch is _END)
             if number >= self.num_certain:
@@ -225,8 +238,8 @@ class TrackedLoader:
                 padding = self._make_padding(batch, handle.ranks_without())
             if handle.is_filler:
                 batch = copy.deepcopy(padding)
-            elif self.count is not None and batch is not None:
-                handle.count = self.count(batch)
+            elif self.count_tokens is not None and batch is not None:
+                handle.count = self.count_tokens(batch)
             yield handle, batch
 
     def _make_padding(self, batch: Any, ranks_without: list[int]) -> Any:
@@ -266,5 +279,5 @@ def is_stateful(loader: Any) -> bool:
 def unwrap_loader(loader: Any) -> Any:
     """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
     while isinstance(loader, TrackedLoader):
-        loader = loader.loader
+        loader = loader.users_loader
     return loader

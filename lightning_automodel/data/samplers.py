@@ -37,7 +37,7 @@ class DrawnAlike(DistributedSamplerWrapper):
 def sampler_of_trainer(loader: Any) -> Any:
     """The sampler that the Trainer has put into ``loader`` to share its data out, or None."""
     sampler = innermost_sampler(loader)
-    is_of_trainer = isinstance(sampler, DistributedSampler) and isinstance(sampler.num_replicas, Ranks)
+    is_of_trainer = isinstance(getattr(sampler, "num_replicas", None), Ranks)
     return sampler if is_of_trainer else None
 
 
@@ -78,6 +78,15 @@ def innermost_sampler(loader: Any) -> Any:
     """The sampler of single samples, or None."""
     sampler = getattr(loader, "sampler", None)
     return getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+
+
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """The batch sampler of ``loader``, its sampler, and that of single samples; None for what it lacks."""
+    return (
+        getattr(loader, "batch_sampler", None),
+        getattr(loader, "sampler", None),
+        innermost_sampler(loader),
+    )
 
 
 def num_repeated(sampler: Any) -> int:
@@ -124,9 +133,8 @@ def may_end_early(loader: Any) -> bool:
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return True
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
-    return not all(keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
+    iterated = (loader, *samplers_of(loader))
+    return not all(keeps_its_length(each) for each in iterated if each is not None)
 
 
 def keeps_its_length(iterated: Any) -> bool:

@@ -341,12 +341,12 @@ class UnevenInputs:
         loader = loaders[index]
         if not isinstance(loader, TrackedLoader):  # all ranks have equally many batches of it
             return
-        self._handle = loader.begin(loader.number + 1)
+        self._handle = loader.begin(loader.num_begun + 1)
         limits = f"num_{self._stage}_batches"
         if trainer.sanity_checking:
             limits = "num_sanity_val_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = loader.number >= getattr(trainer, limits)[index] or not loader.ahead(1)
+        is_last = loader.num_begun >= getattr(trainer, limits)[index] or not loader.ahead(1)
         self._next = BatchHandle(is_filler=True) if is_last else loader.ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 

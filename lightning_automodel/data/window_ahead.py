@@ -37,7 +37,7 @@ class WindowAhead:
     def process(self, loader: Any) -> TrackedLoader:
         """What tracks a training loader, to iterate instead."""
         tracked = track(loader, self._group, self._trainer.fit_loop)
-        tracked.count = self._count_batch
+        tracked.count_tokens = self._count_batch
         return tracked
 
     def begin_batch(self, tracked: TrackedLoader, handle: BatchHandle) -> None:

@@ -4,12 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Checkpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import defined_in

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from typing_extensions import override
 
 from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
-from lightning_automodel.data.samplers import innermost_sampler
+from lightning_automodel.data.samplers import innermost_sampler, samplers_of
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
 
@@ -46,7 +46,6 @@ class RecordingSampler(Sampler[Any]):
         skipped: how many of its indices to leave out.
     """
 
-    iteration: Any
     skipped: int | None
     _inner: Any
 
@@ -170,8 +169,15 @@ class TrainingLoaders:
 
     @property
     def begin_anew(self) -> bool:
-        """Whether a resumed run begins a stream anew after an epoch, which may have gone on from there."""
-        return any(map(_begins_anew, self._all()))
+        """Whether a resumed run begins a stream anew after an epoch, which may have gone on from there.
+
+        No checkpoint between epochs holds the state of a stream.
+        """
+        return any(
+            is_stateful(stream) and (stream is loader or isinstance(stream, IterableDataset))
+            for loader in self._all()
+            for stream in [getattr(loader, "dataset", loader)]
+        )
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
@@ -246,12 +252,6 @@ def _flat(loaders: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def _begins_anew(loader: Any) -> bool:
-    """Whether ``loader`` reads a stream that has a state, which no checkpoint between epochs holds."""
-    stream = getattr(loader, "dataset", loader)
-    return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
-
-
 def _identity(loader: Any) -> tuple[str, int | None, int | None]:
     """What a loader goes on by within an epoch, and, if by indices, its length and batch size."""
     if _recorder(loader) is not None:
@@ -274,10 +274,9 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
         # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
         sampler.seed = position["seed"]
     if at.is_iterated:
-        for owner in (getattr(loader, "sampler", None), sampler):
-            set_epoch = getattr(owner, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(at.epochs)
+        for owner in samplers_of(loader):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(at.epochs)
     if "state" in position and is_stateful(loader):
         loader.load_state_dict(position["state"])
     if "iteration" in position and (recorder := _recorder(loader)) is not None:
@@ -286,5 +285,4 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
 
 
 def _recorder(loader: Any) -> RecordingSampler | None:
-    samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    return next((sampler for sampler in samplers if isinstance(sampler, RecordingSampler)), None)
+    return next((sampler for sampler in samplers_of(loader) if isinstance(sampler, RecordingSampler)), None)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
 
@@ -79,6 +79,9 @@ def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
                 continue
             if all(value is not other for other in found):
                 found.append(value)
-    # Asked of the class: a sampler that records another has its attributes.
-    stateful = [s for s in owners if isinstance(s, Sampler) and hasattr(type(s), "load_state_dict")]
-    return generators, stateful
+    # Asked of the class: a sampler that records another has its attributes. A batch sampler may be of any class.
+    return generators, [
+        owner
+        for owner in owners[1:]
+        if hasattr(type(owner), "load_state_dict") and not isinstance(owner, Dataset)
+    ]

@@ -99,7 +99,9 @@ class _GatheredPart(GatheredTensor, DTensor):
 
 
 def make_gathered(gathered: Any, shard: nn.Parameter, engine: Engine) -> None:
-    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class."""
+    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class, and what users have set on it."""
+    of_users = vars(shard).keys() - vars(type(shard)).keys()
+    vars(gathered).update({name: getattr(shard, name) for name in of_users})
     gathered.shard = shard
     gathered.engine = engine
     gathered.alias = DATA.__get__(gathered)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -183,6 +184,38 @@ def test_a_part_of_the_batches(
     ):
         pool2.run(_train_on_a_part, options, True)
     assert [steps for steps, _ in pool2.run(_train_on_a_part, number, True)] == [part[0]] * 2
+
+
+class GrowsBatches(Callback):
+    """Sets another batch size for each later epoch, as a warm-up of batch sizes does."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.train_dataloader.batch_sampler.batch_size = 4
+
+
+class Halves(BoringModel):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _grow() -> tuple[int, list[float], bool]:
+    grows = GrowsBatches()
+    options = {"max_epochs": 3, "accumulate_grad_batches": 3, "use_distributed_sampler": True}
+    trainer = make_trainer(strategy(per_token_loss=False), callbacks=[grows], **options)
+    trainer.fit(Halves(), DataLoader(RandomDataset(32, 13), batch_size=1))
+    return trainer.global_step, grows.rates, isinstance(trainer.train_dataloader, DataLoader)
+
+
+def test_another_batch_size_in_later_epochs(pool2: RankPool) -> None:
+    """Windows and schedules end with epochs that have another number of batches: 7 on one rank, then 2 on both."""
+    assert pool2.run(_grow) == [(3 + 1 + 1, [0.1, 0.05, 0.025], True)] * 2
 
 
 class Peeks(Callback):

@@ -312,6 +312,9 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         "stateful stream": lambda: StatefulDataLoader(CountingStream(rank, ranks), **options),
         "stream without a state": lambda: StatefulDataLoader(Stream(rank, ranks), **options),
         "stateful sampler": lambda: DataLoader(rows, sampler=CountingSampler(len(rows)), **options),
+        "own batch sampler": lambda: DataLoader(
+            rows, batch_sampler=OwnBatches(len(rows)), collate_fn=collate
+        ),
         "stream": lambda: DataLoader(Stream(rank, ranks), **options),
         "iterable": lambda: Batches([collate([row]) for row in Stream(rank, ranks)]),
         "short own generator": lambda: DataLoader(Subset(rows, range(4)), **drawn),
@@ -351,6 +354,33 @@ class CountingSampler(Sampler):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epochs = state["epochs"]
+
+
+class OwnBatches:
+    """A batch sampler of no class of torch's: its order depends on the epoch that it is told, and on its state."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+        self.draws = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length // 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.draws += 1
+        generator = torch.Generator().manual_seed(100 * self.epoch + self.draws)
+        order = torch.randperm(self.length, generator=generator).tolist()
+        return iter([order[2 * index : 2 * index + 2] for index in range(len(self))])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"draws": self.draws}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.draws = state["draws"]
 
 
 class Drawing(Sampler):

@@ -80,6 +80,23 @@ def test_loader(
         assert differing == []
 
 
+class SetsEpoch(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.train_dataloader.batch_sampler.set_epoch(trainer.current_epoch)
+
+
+def sets_epoch() -> list[Callback]:
+    return [SetsEpoch()]
+
+
+def test_batch_sampler_of_a_user(pool2: RankPool, tmp_path: Path) -> None:
+    """Whatever its class, its epoch and its state are set."""
+    trainer = {"precision": "64-true", "accumulate_grad_batches": 2}
+    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=sets_epoch)
+    stops = (*STOPS, ("on_train_batch_end", 10))
+    assert pool2.run(compare, setting, tmp_path, *stops, timeout_s=120) == [[], []]
+
+
 def test_saved_within_a_last_batch_that_is_padding(pool2: RankPool, tmp_path: Path) -> None:
     """The save computes the epoch's metrics, and the ranks with a real batch compute them again at its end."""
     trainer = {"precision": "64-true", "accumulate_grad_batches": 4}

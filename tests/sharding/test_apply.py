@@ -166,7 +166,11 @@ def test_optimizers_made_before_the_fit(pool2: RankPool, options: dict[str, Any]
 
 
 class LooksAtTags(ModelModule):
-    """Finds out which parameters are tagged once they are sharded."""
+    """Finds out which parameters are tagged once they are sharded, and while they are gathered."""
+
+    def training_step(self, *args: Any) -> Any:
+        self.in_step = self.tagged()
+        return super().training_step(*args)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.in_hook = self.tagged()
@@ -180,14 +184,14 @@ def _tags(options: dict[str, Any]) -> list[list[str]]:
     module = LooksAtTags(filled_decoder())
     module.model.head.bias.no_decay = module.model.blocks[0].norm.weight.no_decay = True
     fit_module(module, options)
-    return [module.in_hook, module.tagged()]
+    return [module.in_hook, module.in_step, module.tagged()]
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "fsdp2"))
 def test_attributes_stay_with_parameters(pool2: RankPool, options: dict[str, Any]) -> None:
     """Optimizers are often built by such tags: without them everything would decay."""
     for tagged in pool2.run(_tags, options):
-        assert tagged == [["model.blocks.0.norm.weight", "model.head.bias"]] * 2
+        assert tagged == [["model.blocks.0.norm.weight", "model.head.bias"]] * 3
 
 
 def _masked() -> nn.Module:
