@@ -26,6 +26,10 @@ _SEVERAL_BACKWARDS = (
     " DistributedDataParallel averages the first of them alone over ranks. Pass data_parallel='fsdp2', which"
     " averages all of them."
 )
+_SWITCHED = (
+    "automatic_optimization was switched within a fit, which DistributedDataParallel is not prepared for: begin a"
+    " new fit, or pass data_parallel='fsdp2'."
+)
 _INCOMPLETE = (
     "DistributedDataParallel did not reduce all gradients of this window: some parameters took no part in its"
     " last micro-batch (unused, frozen since set-up, or not toggled), so ranks would step with different"
@@ -107,6 +111,8 @@ class DDPEngine(Engine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        if self._ddp.module.automatic_optimization is self._is_manual:
+            raise RuntimeError(_SWITCHED)
         if self._ddp.static_graph and (self._is_manual or not self.ends_window):
             raise ValueError(
                 "ddp_kwargs: static_graph=True works under automatic optimization without accumulation alone,"

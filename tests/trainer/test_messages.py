@@ -233,3 +233,31 @@ def test_warnings_come_once(pool2: RankPool, options: dict[str, Any]) -> None:
     assert [message for message in told if "no effect" in message] == expected
     assert not any("bfloat16" in message or "no effect" in message for message in silent)
     assert not any("float32" in message for message in pool2.run(_warnings, ModelModule, options)[0])
+
+
+class Switches(ModelModule):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.automatic_optimization = self.starts_automatic != (batch_idx >= 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+
+def _switch(starts_automatic: bool) -> str:
+    module = Switches(decoder())
+    module.automatic_optimization = module.starts_automatic = starts_automatic
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(AutomodelStrategy(**DDP)).fit(module, loader(CASE))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("starts_automatic", [True, False])
+def test_switched_optimization(pool2: RankPool, starts_automatic: bool) -> None:
+    """Ranks would train apart under DDP, and only the next validation would say so."""
+    for message in pool2.run(_switch, starts_automatic):
+        assert "automatic_optimization was switched" in message
