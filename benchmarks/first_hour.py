@@ -525,7 +525,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, required=True, help="folder that all nodes see")
     made.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(%(default)s)")
     made.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")
-    made.add_argument("--shape", help="of the Llama, as in llama.py (llama3-1b)")
+    made.add_argument(
+        "--shape",
+        choices=("llama3-8b", "llama3-3b", "llama3-1b", "tiny", "narrow"),
+        help="of the Llama, as in llama.py (llama3-1b)",
+    )
     made.add_argument(
         "--precision",
         choices=LOSSES_OFF,
