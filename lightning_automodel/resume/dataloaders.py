@@ -186,6 +186,7 @@ class TrainingLoaders:
     def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
         loader = unwrap_loader(tracked)
         found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
+        found["batch_sampler_epoch"] = getattr(samplers_of(loader)[0], "epoch", None)
         if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
@@ -274,9 +275,14 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
         # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
         sampler.seed = position["seed"]
     if at.is_iterated:
-        for owner in samplers_of(loader):
+        batch_sampler, *samplers = samplers_of(loader)
+        for owner in samplers:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(at.epochs)
+        # Lightning sets that of none: user code may, and to what it likes.
+        epoch = position.get("batch_sampler_epoch")
+        if isinstance(epoch, int) and hasattr(batch_sampler, "set_epoch"):
+            batch_sampler.set_epoch(epoch)
     if "state" in position and is_stateful(loader):
         loader.load_state_dict(position["state"])
     if "iteration" in position and (recorder := _recorder(loader)) is not None:

@@ -8,7 +8,7 @@ import os
 import random
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,17 +82,21 @@ def test_loader(
 
 class SetsEpoch(Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        trainer.train_dataloader.batch_sampler.set_epoch(trainer.current_epoch)
+        trainer.train_dataloader.batch_sampler.set_epoch(trainer.current_epoch + 5)
 
 
 def sets_epoch() -> list[Callback]:
     return [SetsEpoch()]
 
 
-def test_batch_sampler_of_a_user(pool2: RankPool, tmp_path: Path) -> None:
-    """Whatever its class, its epoch and its state are set."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("callbacks", [sets_epoch, list])
+def test_batch_sampler_of_a_user(
+    pool2: RankPool, callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    """Whatever its class, its state is restored, and its epoch, which nobody but the user sets."""
     trainer = {"precision": "64-true", "accumulate_grad_batches": 2}
-    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=sets_epoch)
+    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=callbacks)
     stops = (*STOPS, ("on_train_batch_end", 10))
     assert pool2.run(compare, setting, tmp_path, *stops, timeout_s=120) == [[], []]
 
