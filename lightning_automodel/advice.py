@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -107,6 +108,22 @@ class Advice:
             self.say_once(
                 f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute"
                 " the loss in float32 (logits.float()) for exact gradients."
+            )
+
+    def about_late_loading(self, module: pl.LightningModule) -> None:
+        """Name hooks of the user that have run before a checkpoint is loaded, which Lightning's ``ddp`` loads first."""
+        owners: list[Any] = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+        hooks = [owner.on_fit_start for owner in owners] + [module.on_load_checkpoint]
+        early = [
+            str(getattr(hook, "__qualname__", hook))
+            for hook in hooks
+            if not torch_internals.defined_in(hook, "lightning", "lightning_automodel")
+        ]
+        if early:
+            self.say_once(
+                f"{', '.join(early)}: the checkpoint is loaded once the model is distributed, after"
+                " configure_optimizers and on_fit_start, which have seen initial values: take loaded weights and"
+                " states in on_train_start, and change the module's layers in setup."
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:

@@ -966,6 +966,7 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint = self._loader.open(checkpoint_path, weights_only, self.checkpoint_io)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         if self._resume is not None:
+            self._advice.about_late_loading(self._module)
             self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
         self._loader.watch_loops()
         return checkpoint

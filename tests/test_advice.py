@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from torch import nn
 
 from lightning_automodel.advice import Advice, summary
@@ -64,3 +67,27 @@ def test_class_weights_are_no_count_of_labels(
         advice.about_class_weights(model, weighting, output)
     assert len(set(said)) == warns
     assert all("Sequential.1 divides by the class weights of its labels" in message for message in said)
+
+
+class Early(pl.LightningModule):
+    def on_fit_start(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "named"),
+    [
+        (Early(), Timer(), ["Early.on_fit_start"]),
+        (pl.LightningModule(), ModelCheckpoint(), []),
+    ],
+)
+def test_hooks_before_a_checkpoint_is_loaded(
+    module: pl.LightningModule, callback: Callback, named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's own read their states once these are loaded."""
+    said: list[str] = []
+    advice = Advice()
+    monkeypatch.setattr(advice, "say_once", said.append)
+    module.trainer = SimpleNamespace(callbacks=[callback])
+    advice.about_late_loading(module)
+    assert [text.partition(":")[0] for text in said] == named

@@ -31,7 +31,10 @@ from lightning_automodel.distributed.collectives import disagreement, gather_obj
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals.torch import without_wrappers
 
-AS_SAVED = "configure the optimizers that the run was saved with"
+AS_SAVED = (
+    "configure the optimizers that the run was saved with (what a checkpoint or on_load_checkpoint sets comes after"
+    " configure_optimizers: change the module in setup or __init__)"
+)
 
 
 class NamedOptimizer:
@@ -133,7 +136,10 @@ def has_groups(state: Any) -> bool:
     """Whether the state of an optimizer has the form of torch's optimizers."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
-    return isinstance(state.get("param_groups"), list)
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
 def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
