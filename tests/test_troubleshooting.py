@@ -82,7 +82,6 @@ NOT_MESSAGES = {
     " different FSDP units in it": "two texts follow, which do",
     "A hook of the transfer of a batch": "of `… raised StopIteration`",
     "the end of an evaluation": "a barrier's name",
-    "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
 }
 
 
