@@ -45,10 +45,10 @@ class BackwardHooks:
         self._registers_hooks: bool | None = None  # whether steps do; None until one has run
 
     def noting(self, module: nn.Module, divisor: int, counts_ahead: bool) -> AbstractContextManager[None]:
-        """Context of a training step; they are named at the end of the first or second one.
+        """Context of a training step; those of modules and parameters are named at the end of the first one.
 
-        The first step of a run tells whether steps register hooks, as FSDP2 does. If so, the second one tells whose
-        they are: that slows down all functions of torch, and compiled code would be compiled for it.
+        It also tells whether steps register hooks, as FSDP2 does. If so, the second one tells whose those of tensors
+        are: that slows down all functions of torch, and compiled code would be compiled for it.
         """
         if self._registers_hooks is False:
             return nullcontext()
@@ -64,8 +64,10 @@ class BackwardHooks:
         with noting:
             yield
         self._registers_hooks = is_first and RemovableHandle.next_id > before
-        if not self._registers_hooks:
-            self._tell([*_hooked(module), *self._tensor_hooks.names], divisor, counts_ahead)
+        if is_first:
+            self._tell(_hooked(module), divisor, counts_ahead)
+        else:
+            self._tell(self._tensor_hooks.names, divisor, counts_ahead)
 
     def _tell(self, hooked: list[str], divisor: int, counts_ahead: bool) -> None:
         if not hooked or (counts_ahead and divisor == 1):

@@ -22,10 +22,6 @@ class _Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def end(self) -> None:
-        """From now on, whoever has wrapped it calls the object's function itself."""
-        self._call = self._replaced
-
     def __reduce__(self) -> Any:
         return _itself, (self._replaced,)
 
@@ -52,14 +48,14 @@ class PatchStack(ExitStack):
         if not is_new:
             _check_exists(target, name)
         own = vars(target)
-        undo = functools.partial(_uncover, target, name)
         if name in own:
-            undo = functools.partial(setattr, target, name, own[name])
+            self.callback(setattr, target, name, own[name])
+        else:
+            self.callback(_uncover, target, name)
         replaced = getattr(target, name, None)
         is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
         if is_function and callable(replaced):  # a copy of what had none keeps the function
             value = _Replacement(value, replaced)
-        self.callback(_undo, target, name, value, undo)
         setattr(target, name, value)
 
     def ignore_warnings(self, text: str) -> None:
@@ -97,15 +93,6 @@ def _check_exists(target: Any, name: str) -> None:
             f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this"
             f" release of {type(target).__module__.partition('.')[0]} is not supported. Tested are {tested}."
         )
-
-
-def _undo(target: Any, name: str, value: Any, undo: Callable[[], None]) -> None:
-    """Undo a patch. A function that user code has put in its place since stays."""
-    if isinstance(value, _Replacement):
-        value.end()
-        if vars(target).get(name) is not value:
-            return
-    undo()
 
 
 def _uncover(target: Any, name: str) -> None:

@@ -121,8 +121,7 @@ def _fit_parameter_hook() -> list[str]:
 
 
 def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:
-    """FSDP2 refuses them."""
-    (said,), _ = pool2.run(_fit_parameter_hook)
-    assert said.startswith(
-        "2 modules, parameters or tensors have backward hooks (parameter net.head.weight,"
-    )
+    """FSDP2 refuses them. Those of tensors are named in the next step."""
+    said, _ = pool2.run(_fit_parameter_hook)
+    named = [text.partition("(")[2].partition(" ")[0] for text in said]
+    assert named == ["parameter", "a"]

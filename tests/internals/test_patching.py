@@ -44,18 +44,6 @@ def test_restores_what_was_there_last_first() -> None:
         assert vars(target) == {"own": "mine"}
 
 
-def test_a_function_that_others_put_in_its_place_stays() -> None:
-    """It calls what it finds: the patch while that lasts, and what was patched afterwards."""
-    target = Target()
-    patches = PatchStack()
-    patches.set(target, "step", lambda: "patch")
-    patched = target.step
-    target.step = lambda: f"wrapped {patched()}"  # type: ignore[method-assign]
-    assert target.step() == "wrapped patch"
-    patches.restore()
-    assert target.step() == "wrapped class"
-
-
 def test_filters_that_others_add_meanwhile_stay() -> None:
     patches = PatchStack()
     with warnings.catch_warnings(record=True) as caught:
