@@ -14,6 +14,7 @@ FOUND = {
     "everything, in shards": (1, 64),
     "everything, from one file into shards": (1, 116),
     "everything, from replicas into shards": (1, 71),
+    "groups of an optimizer of no form of torch's": (20200, 55),
 }
 """Cases that once were wrong, and some that have states in all places, by seed and number."""
 

@@ -58,6 +58,17 @@ def test_filters_that_others_add_meanwhile_stay() -> None:
     assert str(caught[0].message) == "known"
 
 
+def test_an_equal_filter_of_others_stays() -> None:
+    patches = PatchStack()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "known")
+        patches.ignore_warnings("known")
+        patches.restore()
+        warnings.warn("known", stacklevel=1)
+    assert caught == []
+
+
 def test_what_nobody_would_call_or_read_is_refused() -> None:
     """The message has the releases that were tested."""
     target = Target()
