@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -56,7 +57,7 @@ class BatchHandle:
 NO_BATCH = BatchHandle(is_filler=False)
 
 
-class TrackedLoader:
+class TrackedLoader(Wrapper):
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
     ``uneven`` says what happens if ranks have unequally many batches; None if they have not. By ``ERROR``
@@ -98,9 +99,8 @@ class TrackedLoader:
     _states: dict[int, Any]
 
     def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
-        # Past __setattr__, which sets attributes of the loader.
-        vars(self).update(
-            users_loader=loader,
+        super().__init__(
+            loader,
             uneven=uneven,
             rank_lengths=None,
             num_certain=0 if uneven in (ERROR, PAD) else inf,
@@ -117,29 +117,15 @@ class TrackedLoader:
             training_loop=loop,
         )
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance: users may look for a DataLoader
-        return type(self.users_loader)
-
-    def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
-        return getattr(self.users_loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets worker_init_fn and resets _iterator.
-        if name in vars(self):
-            vars(self)[name] = value
-        else:
-            setattr(self.users_loader, name, value)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.users_loader.__reduce_ex__(protocol)
+        return self._inner.__reduce_ex__(protocol)
 
     def __len__(self) -> int:
         if self.uneven not in (ERROR, PAD):
-            return len(self.users_loader)
+            return len(self._inner)
         if self.rank_lengths is None:
             raise TypeError(
-                f"The number of batches of {type(self.users_loader).__name__} is not known on all ranks."
+                f"The number of batches of {type(self._inner).__name__} is not known on all ranks."
             )
         return max(self.rank_lengths)
 
@@ -149,10 +135,10 @@ class TrackedLoader:
         By the Trainer in training, a collective over the group: another batch size may have been set since.
         """
         if self.rank_lengths is not None and lightning_internals.is_trainer_drawing():
-            lengths = PendingGather(self._group, len(self.users_loader)).received()
+            lengths = PendingGather(self._group, len(self._inner)).received()
             self.rank_lengths = lengths.flatten().int().tolist()
             self.num_certain = min(self.num_certain, *self.rank_lengths)
-        return self._iterate(iter(self.users_loader))
+        return self._iterate(iter(self._inner))
 
     def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
         if not lightning_internals.is_trainer_drawing():
@@ -204,7 +190,7 @@ class TrackedLoader:
         """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""
         if number in self._states:
             return self._states[number]
-        return copy.deepcopy(self.users_loader.state_dict())
+        return copy.deepcopy(self._inner.state_dict())
 
     def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
@@ -216,7 +202,7 @@ class TrackedLoader:
             if self.window_start is not None:
                 first = self.window_start()
                 kept = {at: state for at, state in self._states.items() if first <= at < number}
-                self._states = {**kept, number: copy.deepcopy(self.users_loader.state_dict())}
+                self._states = {**kept, number: copy.deepcopy(self._inner.state_dict())}
             batch = next(batches, _END)
             handle = BatchHandle(batch is _END)
             if number >= self.num_certain:
@@ -279,5 +265,5 @@ def is_stateful(loader: Any) -> bool:
 def unwrap_loader(loader: Any) -> Any:
     """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
     while isinstance(loader, TrackedLoader):
-        loader = loader.users_loader
+        loader = loader._inner
     return loader

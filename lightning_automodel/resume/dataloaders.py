@@ -17,11 +17,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
-from typing_extensions import override
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
 from lightning_automodel.data.samplers import innermost_sampler, samplers_of
+from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
 
@@ -32,7 +32,7 @@ NOTHING = "no position"  # it is refused
 _NO_POSITION = (NOTHING, None, None)
 
 
-class RecordingSampler(Sampler[Any]):
+class RecordingSampler(Wrapper):
     """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
     ``begins_at`` returns how many batches of the epoch were used when the Trainer begins to draw indices;
@@ -47,21 +47,19 @@ class RecordingSampler(Sampler[Any]):
     """
 
     skipped: int | None
-    _inner: Any
 
     def __init__(
         self, loader: DataLoader[Any], device: torch.device, begins_at: Callable[[], int | None]
     ) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        # Past __setattr__, which sets attributes of the loader's own sampler.
-        vars(self).update(
+        super().__init__(
+            getattr(loader, name),
             iteration=None,
             skipped=None,
             _loader=weakref.ref(loader),  # or its workers would live until Python's collector comes
             _device=device,
             _begins_at=begins_at,
             _name=name,
-            _inner=getattr(loader, name),
         )
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[name] = self
@@ -70,25 +68,9 @@ class RecordingSampler(Sampler[Any]):
         """Restore the loader's own sampler."""
         vars(self._loader())[self._name] = self._inner
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance: users may look for their own class
-        return type(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self):
-            vars(self)[name] = value
-        else:
-            setattr(self._inner, name, value)
-
     def __len__(self) -> int:
         return len(self._inner)
 
-    @override
     def __iter__(self) -> Iterator[Any]:
         # A generator: loaders with workers begin two iterations, and draw from the second.
         begins_at = self._begins_at()
