@@ -58,6 +58,7 @@ from lightning_automodel.checkpoint import (
     CheckpointSaver,
     NamedOptimizer,
 )
+from lightning_automodel.data.batches import unwrap_loader
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
@@ -613,6 +614,7 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         processed = self._run.inputs.process(dataloader)
+        self._run.workers.take(unwrap_loader(processed))
         if self._resume is None:
             return processed
         return self._resume.loaders.take(processed)
