@@ -206,8 +206,19 @@ class WithBackbone(Learner):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
 
 
+class OwnFinetuning(BackboneFinetuning):
+    """A user's, whose hooks are called once in a fit, whether it is resumed or not."""
+
+    num_starts = 0
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        super().on_fit_start(trainer, module)
+        self.num_starts += 1
+        assert self.num_starts == 1
+
+
 def finetuning() -> list[Callback]:
-    return [BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01)]
+    return [OwnFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01)]
 
 
 class Keeping(Learner):

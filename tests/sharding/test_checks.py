@@ -52,6 +52,11 @@ class PenaltyOfConvolutions(GradientPenalty):
         )
 
 
+class TooLarge(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +126,9 @@ def refused(make: type[Net], message: str, options: dict[str, Any], **settings: 
 
 
 REFUSED = {
+    "too-large": refused(
+        TooLarge, "parameters stay gathered and gradients unsharded until a window ends", {}
+    ),
     "gradient-penalty": refused(GradientPenalty, FREED, RESHARDS),
     "gradient-penalty-of-convolutions": refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "copies-itself": refused(
