@@ -427,7 +427,9 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         if self.lightning_module is not None:  # a plain script may start the launcher by itself
-            lightning_internals.set_device_mesh(self.lightning_module, self._mesh.mesh)
+            # As under Lightning's strategies: code that is also run under DDP looks there whether to shard.
+            mesh = self._mesh.mesh if self._options.is_sharded else None
+            lightning_internals.set_device_mesh(self.lightning_module, mesh)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options
@@ -765,8 +767,9 @@ class AutomodelStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._module.trainer.state.fn == TrainerFn.VALIDATING:
             self._expect_barriers("run-stage")
-        # A rank whose epoch has ended early would communicate with others' training steps.
-        self.barrier("on_validation_start")
+        elif self._supervisor.watch is not None:
+            # A rank that stops alone, or whose epoch has ended early, would communicate with others' steps.
+            self._supervisor.watch.await_validation()
         self._required_run.start_validation()
 
     @override

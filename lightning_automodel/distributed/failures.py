@@ -41,8 +41,11 @@ class Record:
     position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there
     stood_s: float = 0.0  # for how long it has been in this hook without beginning a step
-    training: int = 1  # which training of the run it is in, or has ended: a tuner trains too
+    training: int = (
+        1  # which stretch of training of the run it is in, or has ended: until a validation, or for good
+    )
     has_ended: bool = False  # whether it waits for the others at the end of its training or run
+    pauses: bool = False  # whether it waits for the others before a validation within its training
     step: int = 0  # the newest training step that it began
     has_left: bool = False  # whether its watch is over
 
@@ -158,9 +161,10 @@ def silence(rank: int, record: Record, reader: int) -> RankFailure | None:
 
 
 def left_behind(rank: int, record: Record, other: int, step: int) -> RankFailure:
-    """The failure to report for a rank that ended its run before a training step that another one takes."""
+    """The failure to report for a rank that stopped training before a step that another one takes."""
+    what = "began a validation" if record.pauses else "ended its run"
     message = (
-        f"it ended its run after training step {record.step}, but rank {other} is in step {step}: give all ranks"
+        f"it {what} after training step {record.step}, but rank {other} is in step {step}: give all ranks"
         " equally many batches, and set trainer.should_stop on all of them or on none"
     )
     return RankFailure(rank, record.host, "fit", "RuntimeError", message)

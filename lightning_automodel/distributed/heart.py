@@ -15,7 +15,8 @@ Every message that names a rank comes from one of these lines. Once hearts beat,
       or missed heartbeats               the first rank whose collective has failed (`report.explain`, of `Watch.why`)
     its process <how it ended>           the rank that has started it: `Watch.exchange`; before all have joined,
                                          `Supervisor.check_processes`
-    it ended its run after step          the rank that watches it: `Heart._hear`
+    it ended its run, or began a         the rank that watches it: `Heart._hear`
+      validation, after step
     holds the store, does not answer     each rank for itself: `Heart.lose_store`; while it joins, `join.meet`
     is missing                           a meeting that it did not come to: `meeting._look_for_missing`
     waited in vain, with the table       `report.explain`, too; or the rank whose collective never ends:
@@ -241,12 +242,13 @@ class Heart:
         own = self.record
         if record.has_left or (record.has_ended and processes.state_of(record.process) == processes.GONE):
             self._watch_before(self._watched)
-        elif record.has_ended:
-            if own.step > record.step and own.training == record.training and not own.has_ended:
-                self.post(failures.left_behind(self._watched, record, self.rank, own.step))
+            return
+        has_stopped = record.has_ended or record.pauses
+        if has_stopped and own.step > record.step and own.training == record.training and not own.has_ended:
+            self.post(failures.left_behind(self._watched, record, self.rank, own.step))
         elif record != self._heard:
             self._note(record)
-        else:
+        elif not record.has_ended:
             self._missed += 1
             self._judge(record)
 

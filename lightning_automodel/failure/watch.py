@@ -108,7 +108,22 @@ class Watch(Heart):
         RankFailedError if a rank has failed, does not come, or takes further training steps.
         """
         self._meet_at_end(f"the end of training {self.record.training}")
+        self._begin_training()
+
+    def await_validation(self) -> None:
+        """Wait until no rank trains, for a validation within the training. A meeting of all ranks.
+
+        RankFailedError as in :meth:`await_end_of_training`.
+        """
+        self.record.pauses = True
+        self.meet(
+            f"the validation after training {self.record.training}", self.ranks, False, self._timeout_s
+        )
+        self._begin_training()
+
+    def _begin_training(self) -> None:
         self.record.has_ended = False  # first: a record must never say that the next training has ended
+        self.record.pauses = False
         self.record.training += 1
 
     def end(self) -> list[bool]:

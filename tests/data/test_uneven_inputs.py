@@ -317,9 +317,10 @@ def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how:
     """It waits in its validation or at the end, and does not communicate with the other one's training step."""
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_early, options, how)
-    said = {"should_stop": "on_validation_start", "-1": "give all ranks equally many batches"}
+    said = {"should_stop": "began a validation after training step 2", "-1": "ended its run after"}
     for failure in raised.value.failures.values():
         assert said[how] in failure
+        assert "set trainer.should_stop on all of them or on none" in failure
         assert "the process died" not in failure
 
 
