@@ -165,7 +165,7 @@ CHOICES: dict[str, tuple[dict[str, Any], float, tuple[bool, bool]]] = {
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("choice", by_default(CHOICES, "neither fits", "gradients fit"))
+@pytest.mark.parametrize("choice", by_default(CHOICES, "neither fits"))
 def test_exact_whatever_it_decides(pool2: RankPool, choice: Any) -> None:
     """In windows whose length changes in mid-run, on ragged rows."""
     options, fraction, (defers, reshards) = choice
