@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.processes import ROOT
 
 FEW_NAMES = 3
 """A cell lists as many names; above that, it says how many the others are."""
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]
 
 
 def merged_table(titles: Sequence[str], rows: Mapping[str, Sequence[str]], noun: str) -> list[str]:
@@ -33,8 +38,7 @@ def merged_table(titles: Sequence[str], rows: Mapping[str, Sequence[str]], noun:
         count = len(names[largest])
         label = f"all {count} {noun}" if len(names) == 1 else f"the other {count} {noun}"
         groups = [group for group in groups if group[1] != largest] + [(label, largest)]
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    return lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in groups]
+    return table(titles, [[label, *cells] for label, cells in groups])
 
 
 def write_record(name: str, text: str) -> Path:

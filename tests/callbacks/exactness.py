@@ -303,15 +303,6 @@ class ClippingBackward(Writer):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-class ZeroingRows(Writer):
-    """Zeroes rows of a gradient; the norm that it logs must not matter."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradient = self.net.embedding.weight.grad
-        gradient[:3].zero_()
-        self.log("norm", gradient.norm())
-
-
 class Caching(Writer):
     """Makes a mask in its first step, of the dtype that it computes in then."""
 
@@ -415,12 +406,6 @@ class Weighted(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.net(batch[0]), batch[1], weight=self.weight)
-
-
-class WeightedAndTold(Weighted):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "num_label_tokens": self.weight[batch[1]].sum()}
 
 
 class Summed(Classifier):
@@ -662,13 +647,6 @@ class CountsWrongly(Writer):
         return {"loss": self.loss(batch), "num_label_tokens": 5}
 
 
-class BareTensors(Classifier):
-    """A batch that is a tensor."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.mse_loss(self.net(batch), torch.zeros(len(batch), WORDS))
-
-
 class Listed(Classifier):
     """A batch that is a list of samples."""
 
@@ -791,10 +769,6 @@ def manual(trainings: dict[str, Training]) -> dict[str, Training]:
     }
 
 
-def equal(rank: int) -> Batches:
-    return sentences(rank, equal=True)
-
-
 wrong = partial(Training, verdict="wrong")
 unchecked = partial(Training, verdict="not checked")
 SAMPLES = {"count": "samples"}
@@ -840,7 +814,7 @@ MANUAL: dict[str, Training] = {
 TRAININGS: dict[str, Training] = {
     "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
     "ddp": Training(strategy="ddp", check={"steps": 2}),
-    "one process": Training(says="were not seen", data=lambda _: equal(0), strategy="one"),
+    "one process": Training(says="were not seen", data=lambda _: sentences(0, equal=True), strategy="one"),
     "random numbers": Training(Dropping, EACH),
     "half precision": Training(trainer={"precision": "bf16-mixed"}),
     "uneven": Training(
@@ -850,7 +824,6 @@ TRAININGS: dict[str, Training] = {
     "a scheduler in the step": Training(Scheduling),
     "a hook": unchecked(Hooked, "net.head.weight has a hook", strategy="ddp"),
     "a backward that clips": unchecked(ClippingBackward, "a hook of the backward that is not linear"),
-    "class weights, told": Training(WeightedAndTold, data=images),
     "contrastive": Training(Contrastive, **OF_IMAGES),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
     "slices, shifted": Training(
@@ -860,17 +833,12 @@ TRAININGS: dict[str, Training] = {
     "a hidden state": Training(Stateful, EACH),
     "states": Training(Remembering, EACH),
     "a wrapped forward": Training(Wrapped),
-    "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
     # Gradients are judged as autograd leaves them, whatever is done to them later.
     "overrides": Training(Clipping, **OVERRIDDEN),
-    "overrides, ddp": Training(Clipping, strategy="ddp", **OVERRIDDEN),
     "overrides, one process": Training(Clipping, strategy="one", trainer=SINGLE, **OVERRIDDEN),
     # What the count cannot be proven by is in the verdict's sentence.
     "rows of one length": Training(says=EACH, data=rows_of_one_length, options=SAMPLES),
     "a wrong count, lightning": wrong(CountsWrongly, WEIGH, strategy="lightning"),
-    "a tensor": Training(
-        BareTensors, "agrees with the loss", lambda rank: [x for x, _ in images(rank)], options=SAMPLES
-    ),
     "a list": wrong(
         Listed,
         "divided by 2 in one micro-batch and by 3 in another, where 8 and 8 samples are counted",
@@ -878,12 +846,14 @@ TRAININGS: dict[str, Training] = {
         options=SAMPLES,
     ),
     "detached": Training(Detached, f"{ON_SHARDS} the loss changes by 1.5 of"),
-    "detached, ddp": Training(Detached, "EXACT in 1 window", strategy="ddp"),
     "a detached weight": Training(DetachedWeight, ON_SHARDS),
     "raises alone": unchecked(Alone, DISK),
-    "raises alone, ddp": unchecked(Alone, DISK, strategy="ddp"),
     "several closures in a step": Training(
-        ByClosures, data=lambda _: equal(0), strategy="one", trainer=SINGLE, check={"steps": 3}
+        ByClosures,
+        data=lambda _: sentences(0, equal=True),
+        strategy="one",
+        trainer=SINGLE,
+        check={"steps": 3},
     ),
     **manual(MANUAL),
     # What is wrong, and why.
@@ -891,7 +861,6 @@ TRAININGS: dict[str, Training] = {
     "lightning, half": wrong(
         says="is right, their share", strategy="lightning", trainer={"precision": "bf16-mixed"}
     ),
-    "lightning, equal": Training(strategy="lightning", data=equal),
     "one process, unequal": wrong(says="Micro-batches weigh 50 % in the gradients, where", strategy="one"),
     "a wrong shift": wrong(says="label_shift=", options={"label_shift": 1}),
     "class weights": wrong(Weighted, "give weight[labels].sum() as num_label_tokens", **OF_IMAGES),
@@ -900,9 +869,10 @@ TRAININGS: dict[str, Training] = {
     "a sum by a constant, counted by labels": wrong(
         ScaledSum, "The loss divides by 100 in every micro-batch"
     ),
-    "a sum by a constant, told": Training(ScaledSum, options={"loss_reduction": "sum"}),
+    "a sum by a constant, told": Training(
+        ScaledSum, "agrees with the loss", options={"loss_reduction": "sum"}
+    ),
     "sums with other parts": Training(PenalisedSum, OTHER_PARTS, options={"loss_reduction": "sum"}),
-    "equal counts, other parts": Training(PenalisedSum, OTHER_PARTS, data=equal),
     "max_norm": wrong(
         lambda: Writer(max_norm=0.5),
         "Ranks hold different weights",
@@ -924,13 +894,8 @@ TRAININGS: dict[str, Training] = {
     "two denominators": Training(TwoDenominators, EACH),
     "a write between": unchecked(says=DIFFER, strategy="ddp", callbacks=lambda: [ClampingBetween()]),
 }
-LIKE_OTHERS = (
-    *("overrides, ddp", "gan, accumulated", "manual, uneven", "manual, ddp", "slices, shifted", "a tensor"),
-    *("equal counts, other parts", "class weights, told", "raises alone, ddp", "detached, ddp"),
-    *("a scheduler in the step", "rows of a gradient", "lightning, equal", "a sum by a constant, told"),
-)
-"""Those that another one resembles, each in the sweep alone: the same module elsewhere, or two things that are each
-in one of their own."""
+LIKE_OTHERS = ("gan, accumulated", "slices, shifted", "a scheduler in the step")
+"""Those whose verdict another one's resembles, each in the sweep alone."""
 
 
 def verdict_of(name: str) -> tuple[str | None, str]:

@@ -1,14 +1,8 @@
-"""Random trainings for ExactnessCheck, right and wrong.
-
-As many as one wants: `python -m tests.callbacks.random_trainings --right 33 --wrong 40`, numbers of each precision
-(and of each strategy for those that are right).
-"""
+"""Random trainings for ExactnessCheck, right and wrong."""
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections import Counter
 from typing import Any
 
 import torch
@@ -21,7 +15,6 @@ from tests.rank_pool import RankPool
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 STRATEGIES = ("fsdp2", "ddp", "lightning")
-BLOCK = 5  # trainings of one call
 
 
 class RandomNet(LightningModule):
@@ -105,35 +98,3 @@ def wrong(pool: RankPool, numbers: list[int], precision: str) -> list[tuple[int,
     """Those on unequal counts under Lightning's ddp, without those that happen to have equal ones."""
     found = pool.run(random_verdicts, numbers, "lightning", precision, timeout_s=300)[0]
     return [each for each in found if "were not seen" not in each[2]]
-
-
-def main() -> None:
-    """Print how many of each kind got which verdict, and the reports on those that got another one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--right", type=int, default=33)
-    parser.add_argument("--wrong", type=int, default=40)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--precisions", nargs="*", default=PRECISIONS)
-    parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
-    args = parser.parse_args()
-    pool = RankPool(2)
-    kinds = [("exact", args.right, strategy) for strategy in args.strategies]
-    for precision in args.precisions:
-        for expected, number, strategy in [*kinds, ("wrong", args.wrong, "lightning")]:
-            verdicts: Counter[Any] = Counter()
-            for first in range(args.first, args.first + number, BLOCK):
-                numbers = list(range(first, min(first + BLOCK, args.first + number)))
-                if expected == "exact":
-                    found = right(pool, numbers, strategy, precision)
-                else:
-                    found = wrong(pool, numbers, precision)
-                verdicts.update(verdict for _, verdict, _ in found)
-                for each in found:
-                    if each[1] != expected:
-                        print(*each, flush=True)
-            print(f"{precision}, {strategy}, {expected}: {dict(verdicts)}", flush=True)
-    pool.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,11 +7,8 @@ plain Lightning, one process, has when it saves the same.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel import AutomodelStrategy, spread_experts
+from tests import searching
 from tests.checkpoint.checkpoints import FORMS, AdamModule, are_equal, batches
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT, full_weights
@@ -273,39 +271,5 @@ def sharded(value: Any) -> list[bool]:
     return [found for each in value for found in sharded(each)]
 
 
-def search(pool: RankPool, seed: int, numbers: range, seconds: float = 1e9) -> tuple[int, list[str]]:
-    began = time.monotonic()
-    found = []
-    tried = 0
-    for number in numbers:
-        if time.monotonic() - began > seconds:
-            break
-        tried += 1
-        case = draw_case(seed, number)
-        if (wrong := judge(pool, case)) is not None:
-            found.append(f"case {number} of seed {seed}: {wrong}\n{case}")
-            print(f"FOUND {found[-1]}\n", flush=True)
-    return tried, found
-
-
-def main() -> int:
-    """Search until the cases or the time are over; 1 if something was found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.checkpoint.search")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=1e9)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    pool = RankPool(2)
-    try:
-        numbers = range(arguments.first, arguments.first + arguments.cases)
-        tried, found = search(pool, arguments.seed, numbers, arguments.seconds)
-    finally:
-        pool.stop()
-    print(f"{tried} cases of seed {arguments.seed}, {len(found)} findings")
-    return bool(found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    searching.main(draw_case, judge)

@@ -52,7 +52,7 @@ def expected(pool4: RankPool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("saving", "resuming", "form"),
     [
-        pytest.param("two", "four", {}, marks=pytest.mark.sweep),  # both are below
+        pytest.param("two", "four", {}, marks=pytest.mark.sweep),  # experts in shards
         ("four", "none", {}),
         ("none", "replicas", {}),
         ("replicas", "four", ONE_FILE),

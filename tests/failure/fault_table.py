@@ -14,7 +14,7 @@ import lightning
 import torch
 
 from tests.failure.faults import HEARTBEAT_TIMEOUT_S, LONG_TIMEOUT_S, TIMEOUT_S, WORLD_SIZE, Cell, Outcome
-from tests.markdown import write_record
+from tests.markdown import table, write_record, write_section
 
 COMMAND = (
     'python -m pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table docs/failures.md'
@@ -41,22 +41,15 @@ def write(page: Path, outcomes: dict[Cell, Outcome]) -> None:
         found = {cell: outcome for cell, outcome in outcomes.items() if cell.device == device}
         if found:
             rows = [_row(cell, outcome) for cell, outcome in found.items()]
-            text = f"{_setting(found, device)}\n\n{_markdown(RECORD_TITLES, rows)}"
-            record = write_record(f"faults_{NAMES[device]}", f"# {TITLE}\n\n{text}")
-            replace_summary(page, device, rows, record)
+            text = "\n".join(
+                [f"# {TITLE}", "", _setting(found, device), "", *table(RECORD_TITLES, rows), ""]
+            )
+            record = write_record(f"faults_{NAMES[device]}", text)
+            intro = f"{len(rows)} faults with {COLLECTIVES[device]} ([each of them, with its message](../{record})):"
+            write_section(page, device, "\n".join([intro, "", *summary(rows), ""]))
 
 
-def replace_summary(page: Path, device: str, rows: list[list[str]], record: Path) -> None:
-    """Replace what stands between the markers of a device."""
-    intro = f"{len(rows)} faults with {COLLECTIVES[device]} ([each of them, with its message](../{record})):"
-    written = f"<!-- {device} -->\n{intro}\n\n{summary(rows)}<!-- /{device} -->"
-    text = re.sub(
-        f"<!-- {device} -->.*<!-- /{device} -->", lambda _: written, page.read_text(), flags=re.DOTALL
-    )
-    page.write_text(text)
-
-
-def summary(rows: list[list[str]]) -> str:
+def summary(rows: list[list[str]]) -> list[str]:
     """Faults of one kind that ended alike are one row: how many, and the longest times."""
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for row in rows:
@@ -67,7 +60,7 @@ def summary(rows: list[list[str]]) -> str:
         longest_raised = f"{max(raised):.1f}" if len(raised) == len(group) else "-"
         longest_left = f"{max(float(row[5]) for row in group):.1f}"
         lines.append([fault, str(len(group)), longest_raised, longest_left, statuses])
-    return _markdown(SUMMARY_TITLES, lines)
+    return table(SUMMARY_TITLES, lines)
 
 
 def _setting(outcomes: dict[Cell, Outcome], device: str) -> str:
@@ -99,11 +92,6 @@ def _row(cell: Cell, outcome: Outcome) -> list[str]:
         statuses,
         message,
     ]
-
-
-def _markdown(titles: list[str], rows: list[list[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _median_raised(outcomes: dict[Cell, Outcome]) -> str:

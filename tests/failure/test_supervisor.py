@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, post
+from lightning_automodel.distributed.failures import RankFailure
+from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.failure.watch import Watch
 from tests.failure import faults
@@ -146,51 +146,21 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
     )
 
 
-def _leave(
-    exception: BaseException, posted: RankFailure | None = None, **patches: Any
-) -> RankFailure | None:
-    """Let rank 0 of two leave with the exception; returns what the store then has as the failure of the run."""
-    store = dist.HashStore()
-    if posted is not None:
-        post(store, posted)
-    supervisor = Supervisor(lambda: None, lambda: None)
-    watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
-    vars(watch).update(patches)
-    supervisor.watch = watch
-    supervisor.has_failed = True
-    try:
-        supervisor._leave(exception)
-    finally:
-        assert watch.leaves_by_itself.is_set()
-    make(store, [FAILURE])
-    return parse_failure(store.get(FAILURE))
-
-
-def test_a_rank_that_the_records_name_raises_its_own_error() -> None:
+def test_a_rank_that_the_records_name_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the others know of it as a note; it does not report itself as another rank's failure."""
     error = dist.DistError("the collective failed")
     found = RankFailure(0, "here", "training_step", "DistError", "the collective failed at train.py:7")
-    assert _leave(error, why=lambda own: found) is None
+    store = dist.HashStore()
+    watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
+    monkeypatch.setattr(watch, "why", lambda own: found)
+    supervisor = Supervisor(lambda: None, lambda: None)
+    supervisor.watch = watch
+    supervisor.has_failed = True
+    supervisor._leave(error)
+    assert watch.leaves_by_itself.is_set()
+    make(store, [FAILURE])
+    assert parse_failure(store.get(FAILURE)) is None
     assert error.__notes__ == ["at train.py:7"]
-
-
-def test_a_rank_whose_collective_failed_raises_the_cause() -> None:
-    error = dist.DistError("the collective failed")
-    found = RankFailure(1, "there", "training_step", "ValueError", "bad batch")
-    with pytest.raises(
-        RankFailedError, match="rank 1 on there failed in training_step: ValueError: bad batch"
-    ) as raised:
-        _leave(error, why=lambda own: found)
-    assert raised.value.__cause__ is error
-
-
-def test_a_rank_that_raises_posts_its_failure() -> None:
-    """And lets its own exception through, also if another rank was faster."""
-    posted = _leave(ValueError("bad batch"))
-    assert posted is not None
-    assert (posted.rank, posted.message) == (0, "bad batch")
-    faster = RankFailure(1, "there", "training_step", "ValueError", "another")
-    assert _leave(ValueError("bad batch"), posted=faster) == faster
 
 
 # --- After a process group --------------------------------------------------------------------------------------------

@@ -133,11 +133,12 @@ def plainly(
     sums: Callable[[Net, Batch], Tensor] = sum_of_losses,
     trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
     prepare: Callable[[Net], Any] = lambda net: None,
+    count: Callable[[Batch], int] = lambda batch: len(batch[1]),
 ) -> dict[str, Tensor]:
     """Weights of one process.
 
     ``sums`` gives [] the sum of the losses of a batch, ``trains`` what the backwards train, ``prepare`` changes the
-    network.
+    network, and ``count`` says how much a batch weighs.
     """
     net = Net()
     prepare(net)
@@ -147,7 +148,7 @@ def plainly(
             batch_of(rank, index) for rank in range(num_ranks) for index in range(start, start + accumulate)
         ]
         optimizer.zero_grad()
-        mean = sum(sums(net, batch) for batch in batches) / sum(len(labels) for _, labels in batches)
+        mean = sum(sums(net, batch) for batch in batches) / sum(map(count, batches))
         mean.backward(inputs=list(trains(net)))  # type: ignore[union-attr]
         optimizer.step()
     return full_weights(net)

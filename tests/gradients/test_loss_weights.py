@@ -11,19 +11,17 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as across
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from tests.gradients.test_foreign_gradients import Batch, Net, Trains, plainly
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.plain import fill
 from tests.trainer.runs import TOLERANCE, make_trainer, warnings_of
 
 CLASSES = 3
-WIDTH = 4
 WEIGHT = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 SOFT = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0, 0.5, 0.5], [0.1, 0.9, 0]], dtype=torch.float64)
 
@@ -145,34 +143,23 @@ def test_only_the_first_micro_batches_are_looked_at() -> None:
 
 # --- Losses of all ranks ----------------------------------------------------------------------------------------------
 
-ROWS = [[5, 2, 3, 4], [1, 4, 2, 6]]
-"""Samples of each micro-batch, by rank."""
+
+def errors(net: Net, batch: Batch) -> Tensor:
+    """[b] losses, which are no cross-entropies."""
+    return (net(batch[0]).sum(1) - batch[1]).square()
 
 
-def data(rank: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        (
-            torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
-            torch.randn(rows, generator=generator, dtype=torch.float64),
-        )
-        for rows in ROWS[rank]
-    ]
-
-
-class Gathering(LightningModule):
+class Gathering(Trains):
     """Averages its loss over the ranks in one of several ways."""
 
     def __init__(self, way: str, is_manual: bool = False) -> None:
         super().__init__()
         self.way = way
         self.automatic_optimization = not is_manual
-        self.model = nn.Linear(WIDTH, 1).double()
-        fill(self.model)
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        errors = (self.model(batch[0]).squeeze(-1) - batch[1]).square()
-        own = errors.mean()
+    def loss(self, batch: Batch) -> Tensor:
+        losses = errors(self.net, batch)
+        own = losses.mean()
         ranks = dist.get_world_size()
         match self.way:
             case "all_gather":
@@ -181,14 +168,14 @@ class Gathering(LightningModule):
                 return across.all_reduce(own) / ranks
             case "exact":
                 parts = self.all_gather(
-                    torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True
+                    torch.stack([losses.sum(), losses.new_tensor(len(losses))]), sync_grads=True
                 )
                 return parts[:, 0].sum() / parts[:, 1].sum()
             case "features":
-                return self.all_gather(errors.sum(), sync_grads=True).std() + own
+                return self.all_gather(losses.sum(), sync_grads=True).std() + own
         raise AssertionError(self.way)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if self.automatic_optimization:
             return loss
@@ -198,35 +185,20 @@ class Gathering(LightningModule):
         optimizer.zero_grad()
         return None
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def _train(way: str, is_manual: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     """Weights, and what was told of the loss."""
     module = Gathering(way, is_manual)
     trainer = make_trainer(AutomodelStrategy(**{"count": "samples", **options}))
-    said = warnings_of(
-        "The loss of ", trainer.fit, module, DataLoader(data(dist.get_rank()), batch_size=None)
-    )
-    return full_weights(module), said
+    said = warnings_of("The loss of ", trainer.fit, module)
+    return full_weights(module.net), said
 
 
-def plainly(weights_alike: bool) -> dict[str, Tensor]:
+def expected(weights_alike: bool) -> dict[str, Tensor]:
     """Weights of one process, by the mean of the ranks' means or by that of all samples."""
-    module = Gathering("all_gather")
-    optimizer = module.configure_optimizers()
-    for batches in zip(data(0), data(1), strict=True):
-        errors = [(module.model(x).squeeze(-1) - y).square() for x, y in batches]
-        loss = (
-            torch.stack([each.mean() for each in errors]).mean()
-            if weights_alike
-            else torch.cat(errors).mean()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return full_weights(module)
+    if weights_alike:
+        return plainly(1, sums=lambda net, batch: errors(net, batch).mean(), count=lambda batch: 1)
+    return plainly(1, sums=lambda net, batch: errors(net, batch).sum())
 
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
@@ -243,9 +215,9 @@ def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_
     (weights, told), _ = pool2.run(_train, way, is_manual, ENGINES[engine])
     assert len(told) == 1
     assert "per_token_loss=False" in told[0]
-    assert weight_error(weights, plainly(weights_alike=False)) > 1e-3
+    assert weight_error(weights, expected(weights_alike=False)) > 1e-3
     for weights, told in pool2.run(_train, way, is_manual, ENGINES[engine] | ALIKE):
-        assert weight_error(weights, plainly(weights_alike=True)) < TOLERANCE
+        assert weight_error(weights, expected(weights_alike=True)) < TOLERANCE
         assert not told
 
 
@@ -254,7 +226,7 @@ def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_
 def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, engine: str) -> None:
     """A loss that divides by the samples of all ranks is right; nor are statistics that it is not linear in."""
     for weights, told in pool2.run(_train, "exact", False, ENGINES[engine]):
-        assert weight_error(weights, plainly(weights_alike=False)) < TOLERANCE
+        assert weight_error(weights, expected(weights_alike=False)) < TOLERANCE
         assert not told
     (_, told), _ = pool2.run(_train, "features", False, ENGINES[engine])
     assert not told

@@ -2,16 +2,13 @@
 
 Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows,
 the engine, experts that are spread over the ranks, whether windows are counted ahead, and the form of
-checkpoints. It prints what differs from the fit that was never stopped; `--case 12` runs one again.
+checkpoints. It prints what differs from the fit that was never stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_automodel import spread_experts
+from tests import searching
 from tests.expert_parallel.mixtures import NUM_EXPERTS, Mixture
 from tests.rank_pool import RankError, RankPool
 from tests.resume.resuming import (
@@ -229,35 +227,5 @@ def judge(pool: RankPool, case: dict[str, Any]) -> str:
     return "" if not any(found) else f"{[differing[:4] for differing in found]}"
 
 
-def main() -> int:
-    """Search until the time is over; 1 if something was found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.resume.search", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    arguments = parser.parse_args()
-    pool = RankPool(2)
-    began = time.monotonic()
-    num_found = 0
-    number = arguments.first
-    try:
-        while time.monotonic() - began < arguments.seconds:
-            number = number if arguments.case is None else arguments.case
-            case = draw(arguments.seed, number)
-            if wrong := judge(pool, case):
-                num_found += 1
-                print(f"FOUND case {number} of seed {arguments.seed}: {case}\n{wrong}", flush=True)
-            number += 1
-            if arguments.case is not None:
-                break
-    finally:
-        pool.stop()
-    print(f"{number - arguments.first} cases of seed {arguments.seed}, {num_found} findings", flush=True)
-    return num_found > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    searching.main(draw, judge)

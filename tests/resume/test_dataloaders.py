@@ -7,8 +7,7 @@ import multiprocessing
 import os
 import random
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,14 +88,10 @@ def sets_epoch() -> list[Callback]:
     return [SetsEpoch()]
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("callbacks", [sets_epoch, list])
-def test_batch_sampler_of_a_user(
-    pool2: RankPool, callbacks: Callable[[], list[Callback]], tmp_path: Path
-) -> None:
+def test_batch_sampler_of_a_user(pool2: RankPool, tmp_path: Path) -> None:
     """Whatever its class, its state is restored, and its epoch, which nobody but the user sets."""
     trainer = {"precision": "64-true", "accumulate_grad_batches": 2}
-    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=callbacks)
+    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=sets_epoch)
     stops = (*STOPS, ("on_train_batch_end", 10))
     assert pool2.run(compare, setting, tmp_path, *stops, timeout_s=120) == [[], []]
 
@@ -277,36 +272,6 @@ def test_a_batch_sampler_is_the_user_s_own(pool1: RankPool) -> None:
     assert pool1.run(_grow) == [[3, 3, 3, 3, 6, 6]]
 
 
-class Reloads(BoringModel):
-    """Makes a data set for each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-        self.num_alive: list[int] = []
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        dataset = RandomDataset(32, 4)
-        self.made.append(weakref.ref(dataset))
-        return DataLoader(dataset)
-
-    def on_train_epoch_start(self) -> None:
-        gc.collect()
-        self.num_alive.append(sum(reference() is not None for reference in self.made))
-
-
-def _reload() -> list[int]:
-    module = Reloads()
-    strategy = AutomodelStrategy(per_token_loss=False)
-    runs.make_trainer(strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1).fit(module)
-    return module.num_alive
-
-
-def test_loaders_that_were_replaced_are_freed(pool1: RankPool) -> None:
-    """The last one's data set, at the latest with the first batch of the next one."""
-    assert pool1.run(_reload) == [[1, 2, 2, 2]]
-
-
 class WithWorkers(BoringModel):
     """Its loaders have a worker each."""
 
@@ -337,7 +302,7 @@ def _workers(num_rows: int, is_persistent: bool) -> tuple[list[int], int]:
         gc.enable()
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("num_rows", [12, 13])
 def test_workers_end_with_their_loader(pool2: RankPool, num_rows: int, is_persistent: bool) -> None:

@@ -219,28 +219,3 @@ def test_another_format_is_refused() -> None:
         ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
     ):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
-
-
-class Looks(Callback):
-    def __init__(self) -> None:
-        self.replaced: list[str] = []
-
-    def on_train_batch_end(self, trainer: Trainer, module: Learner, *args: Any) -> None:
-        loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
-        self.replaced = [
-            name for loop in loops for name in vars(loop) if callable(getattr(type(loop), name, None))
-        ]
-        self.replaced += [
-            type(loop).__module__ for loop in loops if "lightning_automodel" in type(loop).__module__
-        ]
-
-
-def look() -> list[str]:
-    """Runs on one rank: what was replaced of the loops."""
-    looks = Looks()
-    run(Setting(DDP, {**DOUBLE, "profiler": "simple", "max_epochs": 1}), looks)
-    return looks.replaced
-
-
-def test_loops_are_untouched(pool1: RankPool) -> None:
-    assert pool1.run(look, timeout_s=120) == [[]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from tests.data.plain import Stream
 from tests.free_memory import pretended
 from tests.resume.resuming import Recorder
 from tests.search.block import first_block, spread
@@ -275,16 +275,6 @@ class Searched(LightningModule):
     def _step(self, optimizer: Any) -> None:
         self._clip(optimizer)
         optimizer.step()
-
-
-class Stream(IterableDataset):
-    """Batches without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 def make_strategy(case: Case) -> AutomodelStrategy:

@@ -44,7 +44,7 @@ from tests.trainer.runs import (
     mean_loss,
 )
 
-EPOCHS = 3
+EPOCHS = 2
 VALIDATE_EVERY = 2
 DECAY = 0.7
 WRONG = 1e-6

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,28 +117,3 @@ def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> N
         assert relative_error(sampled, logits[1][0][0]) <= TOLERANCE
         for found, right in zip(weights, expected, strict=True):
             assert weight_error(found, right) <= TOLERANCE
-
-
-def _threads_after_more_fits() -> tuple[int, int]:
-    counts = []
-    for fits in (1, 2):
-        for _ in range(fits):
-            make_trainer(AutomodelStrategy()).fit(Evaluates(TinyDecoder(CASE.seed).double()), loader())
-        counts.append(_fewest_threads())
-    return counts[0], counts[1]
-
-
-def _fewest_threads() -> int:
-    """A thread that has been joined is still listed for a moment."""
-    counts = []
-    for _ in range(10):
-        counts.append(len(os.listdir("/proc/self/task")))
-        time.sleep(0.01)
-    return min(counts)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_fits_do_not_pile_up_process_groups(pool2: RankPool) -> None:
-    """A new strategy in the same process takes the mesh that is there, instead of making threads for its own."""
-    for before, after in pool2.run(_threads_after_more_fits):
-        assert after == before

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.markdown import write_record, write_section
+from tests import markdown
 from tests.rank_pool import RankPool
 from tests.trainer.families import FAMILIES, ROWS, make_batch, make_model, own_loss, shift
 from tests.trainer.runs import make_trainer
@@ -104,8 +104,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, list[float]]]:
     found: dict[str, list[float]] = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        record = write_record("families", "# Hugging Face families\n\n" + as_markdown(found))
-        write_section(Path(path), "families", summary(found, record))
+        record = markdown.write_record("families", "# Hugging Face families\n\n" + as_markdown(found))
+        markdown.write_section(Path(path), "families", summary(found, record))
 
 
 @pytest.mark.sweep
@@ -142,17 +142,12 @@ def summary(found: dict[str, list[float]], record: Path) -> str:
         family = FAMILIES[name]
         kind = re.sub(r"^.*?(?=For|LMHead|MT|Model)", "…", family.model)
         names.setdefault((kind, family.differs or ""), []).append(name)
-    lines = [
-        f"{method(found)} Here it is the largest of a row's families ([each of them](../{record})).",
-        "",
-        "| families | class | " + " | ".join(ENGINES) + " |  |",
-        "| --- " * (len(ENGINES) + 3) + "|",
-    ]
+    rows = []
     for (kind, reason), members in names.items():
         largest = [max(deviations) for deviations in zip(*(found[name] for name in members), strict=True)]
-        shown = [_shown(deviation) for deviation in largest]
-        lines.append(f"| {', '.join(members)} | `{kind}` | {' | '.join(shown)} | {reason} |")
-    return "\n".join(lines) + "\n"
+        rows.append([", ".join(members), f"`{kind}`", *map(_shown, largest), reason])
+    intro = f"{method(found)} Here it is the largest of a row's families ([each of them](../{record}))."
+    return "\n".join([intro, "", *markdown.table(["families", "class", *ENGINES, ""], rows), ""])
 
 
 def _shown(deviation: float) -> str:
@@ -161,10 +156,8 @@ def _shown(deviation: float) -> str:
 
 def as_markdown(found: dict[str, list[float]]) -> str:
     """A row for each family."""
-    lines = [method(found), "", "| family | model | " + " | ".join(ENGINES) + " |  |"]
-    lines.append("| --- " * (len(ENGINES) + 3) + "|")
-    for name, deviations in found.items():
-        family = FAMILIES[name]
-        shown = " | ".join(map(_shown, deviations))
-        lines.append(f"| {name} | {family.model} | {shown} | {family.differs or ''} |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        [name, FAMILIES[name].model, *map(_shown, deviations), FAMILIES[name].differs or ""]
+        for name, deviations in found.items()
+    ]
+    return "\n".join([method(found), "", *markdown.table(["family", "model", *ENGINES, ""], rows), ""])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -111,6 +112,20 @@ class OrdersByRank(ModelModule):
         return torch.optim.SGD(parameters[:: 1 - 2 * dist.get_rank()], lr=0.1)
 
 
+class FollowsItsOwnMetric(ModelModule):
+    """Its scheduler halves the learning rate as soon as a metric rises: on rank 1 with the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("metric", float(batch_idx * (2 * dist.get_rank() - 1)))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        options = {"scheduler": scheduler, "monitor": "metric", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+
 class SecondOrder(ModelModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -152,6 +167,11 @@ REFUSED = {
         OrdersByRank,
         "their parameters in another order on each rank: number 0 of SGD 0 is model.",
         " on rank 0 and model.",
+    ),
+    "learning_rate_by_rank": refused(
+        FollowsItsOwnMetric,
+        "Ranks step with different options of their optimizers: lr of ",
+        "sync_dist=True",
     ),
     "lbfgs": refused(
         *(SecondOrder, "LBFGS computes gradients again within one step", "Pass accumulate_grad_batches=1"),

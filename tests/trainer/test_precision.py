@@ -455,20 +455,3 @@ def test_sharded_without_a_policy(pool2: RankPool) -> None:
     for _, _, described, _, weights in pool2.run(_said, ShardsItself, {}, ["bf16-mixed"]):
         assert described["computation"] == "torch.bfloat16"
         assert weight_error(weights, loop("bf16-mixed", "ddp")) <= same
-
-
-@pytest.mark.parametrize(
-    ("precision", "options", "expected"),
-    first_by_default(
-        [
-            ("bf16-true", {}, ["bfloat16", "bfloat16", "float32"]),
-            ("bf16-mixed", {}, ["float32", "bfloat16", "float32"]),
-            ("bf16-true", DDP, ["bfloat16", "bfloat16", "bfloat16"]),
-        ]
-    ),
-)
-def test_described(pool2: RankPool, precision: str, options: dict[str, Any], expected: list[str]) -> None:
-    """The resolved dtypes, also after a second set-up of the same model."""
-    dtypes = dict(zip(["parameters", "computation", "reduction"], expected, strict=True))
-    for _, _, described, _, _ in pool2.run(_said, WideLossModule, options, [precision, precision]):
-        assert described == {"trainer": precision, **{key: f"torch.{name}" for key, name in dtypes.items()}}
