@@ -74,7 +74,7 @@ class TrackedLoader(Wrapper):
     ===========  ==============================================  =======================================
     state        where it is                                     it comes there by
     ===========  ==============================================  =======================================
-    drawn        with its handle in ``_ahead``, ``_handles``     ``ahead``, for a window or the last one
+    drawn        in ``_drawn``, its handle in ``_handles``       ``draw_ahead``, for a window or the last one
     handed out   its handle alone, in ``_handles``               ``_iterate``: the Trainer may prefetch
     begun        with whoever asked for its handle               ``begin``
     ===========  ==============================================  =======================================
@@ -94,7 +94,7 @@ class TrackedLoader(Wrapper):
 
     rank_lengths: list[int] | None
     num_certain: float
-    _ahead: deque[Any]
+    _drawn: deque[Any]
     _handles: deque[BatchHandle]
     _states: dict[int, Any]
 
@@ -110,7 +110,7 @@ class TrackedLoader(Wrapper):
             num_begun=0,
             _begun=NO_BATCH,  # the last one of these
             _source=iter(()),
-            _ahead=deque(),
+            _drawn=deque(),
             _handles=deque(),
             _group=group,
             _states={},
@@ -152,11 +152,11 @@ class TrackedLoader(Wrapper):
         self._begun = NO_BATCH
         source = self.source(batches, self.num_begun)
         self._source = source
-        self._ahead = deque()
+        self._drawn = deque()
         self._handles = deque()
         try:
-            while self._ahead or self._draw():
-                yield self._ahead.popleft()
+            while self._drawn or self._draw():
+                yield self._drawn.popleft()
         finally:
             # The Trainer may not draw to the end. Workers would live until Python's collector comes.
             if self._source is source:
@@ -166,7 +166,7 @@ class TrackedLoader(Wrapper):
         """Draw a batch, to be handed out later. Returns whether there was one."""
         for handle, batch in self._source:
             self._handles.append(handle)
-            self._ahead.append(batch)
+            self._drawn.append(batch)
             return True
         return False
 
@@ -180,7 +180,7 @@ class TrackedLoader(Wrapper):
             self.num_begun += 1
         return self._begun
 
-    def ahead(self, number: int) -> list[BatchHandle]:
+    def draw_ahead(self, number: int) -> list[BatchHandle]:
         """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
         while len(self._handles) < number and self._draw():
             pass

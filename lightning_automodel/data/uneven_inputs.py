@@ -346,8 +346,8 @@ class UnevenInputs:
         if trainer.sanity_checking:
             limits = "num_sanity_val_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = loader.num_begun >= getattr(trainer, limits)[index] or not loader.ahead(1)
-        self._next = BatchHandle(is_filler=True) if is_last else loader.ahead(1)[0]
+        is_last = loader.num_begun >= getattr(trainer, limits)[index] or not loader.draw_ahead(1)
+        self._next = BatchHandle(is_filler=True) if is_last else loader.draw_ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 
     def check_reduction(self) -> None:

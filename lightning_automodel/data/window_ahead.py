@@ -55,7 +55,7 @@ class WindowAhead:
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
-        self._window = [handle, *tracked.ahead(size - 1)]
+        self._window = [handle, *tracked.draw_ahead(size - 1)]
         own = [batch.count for batch in self._window if batch.count is not None]
         self._own_micro_batches = len(own)
         self._sent = PendingGather(self._group, sum(own), len(own))

@@ -169,7 +169,8 @@ def reduce_metrics_in_one_order(trainer: Trainer, patches: PatchStack) -> None:
             logged = dict(results)
             results.clear()
             results.update(sorted(logged.items()))
-            metrics(on_step)  # each result keeps what it was reduced to
+            metrics(on_step)
+            # Each result keeps what it was reduced to, so that the order is this rank's again.
             results.clear()
             results.update(logged)
         return metrics(on_step)
