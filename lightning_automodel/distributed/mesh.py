@@ -88,19 +88,20 @@ def resolve_sizes(
             )
         return MeshSizes(replicate=size, shard=1, context=context_parallel_size)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
-    _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
+    check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
-    _check_divides(
+    check_divides(
         "expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over"
     )
     return MeshSizes(replicate, shard, tensor_parallel_size, context_parallel_size, expert_parallel_size)
 
 
-def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
-    if num_ranks % size:
-        valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
+def check_divides(keyword: str, size: int, number: int, of_what: str) -> None:
+    """Raise ValueError, with the sizes that are valid, unless the ``size`` of an option divides a number."""
+    if number % size:
+        valid = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
         raise ValueError(
-            f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}."
+            f"{keyword}={size} does not divide the {number} {of_what}: valid sizes are {valid}."
         )
 
 
@@ -303,8 +304,6 @@ def adopt_mesh(
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,
         "tensor_parallel_size": sizes.tensor,
-        "context_parallel_size": sizes.context,
-        "expert_parallel_size": sizes.expert,
     }
     for keyword, value in requested.items():
         if value not in ("auto", actual[keyword]):
