@@ -40,13 +40,8 @@ AS_SAVED = (
 class NamedOptimizer:
     """An optimizer of a run, and the names of its parameters.
 
-    Args:
-        model: The model whose parameters are trained.
-        optimizer: The optimizer that trains them.
-        owned: The parameters that it steps whole, and whether this rank owns them.
-
     Attributes:
-        optimizer: The optimizer.
+        optimizer: Which trains parameters of the model.
         parameters: The model's parameters by name.
         names: The names of the optimizer's parameters in their order; the number of one that the model lacks.
         owned: The names of those that are stepped whole, and whether this rank owns them.

@@ -133,7 +133,6 @@ _kept: dict[object, Any] = {}
 _counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _kept_for: dist.ProcessGroup | None = None
 _has_failed = False
-"""Whether a run of several ranks in a group of this package has failed: this process joins no other one."""
 
 OnJoined = Callable[[int, int, dist.Store], None]
 
