@@ -670,7 +670,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
-        with self._required_run.micro_batches.communicating(ends_window=False):
+        with self._required_run.micro_batches.before_the_last():
             yield
 
     @override

@@ -319,7 +319,7 @@ class TrainingRun:
                     " repeats only the last micro-batch of the accumulation window. Pass"
                     " accumulate_grad_batches=1, and larger batches."
                 )
-            with self.micro_batches.communicating(ends_window=True):
+            with self.engine.micro_batch(ends_window=True):
                 result = closure()
             if isinstance(result, Tensor) and self.windows.last_loss is not None:
                 # That of the window over all ranks, not of this rank's micro-batch.

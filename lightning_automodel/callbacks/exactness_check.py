@@ -108,7 +108,7 @@ class ExactnessCheck(Callback):
                 " under other strategies: pass them to AutomodelStrategy alone."
             )
         weighting = self._given if run is None else run.windows.weighting
-        counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
+        counting = Counting(pl_module, weighting or TokenWeighting(), is_given=weighting is not None)
         self._lockstep = LockStep(trainer, counting, self._patches)
         reason = training_problem(self._lockstep)
         if reason:

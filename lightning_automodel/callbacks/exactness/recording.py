@@ -138,7 +138,7 @@ class Recorder:
     def _before_backward(self, loss: Tensor, output: Any) -> None:
         """``loss`` [] comes next; ``output`` may hold its count."""
         self._num_backwards += 1
-        count = self.counting.count(self.module, self._batch, output, loss)
+        count = self.counting.count(self._batch, output, loss)
         value = float(loss.detach())
         self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, averaged_parts(loss))
         if self.run is not None or not loss.requires_grad:
