@@ -14,7 +14,6 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 """
 
 import hashlib
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from lightning_automodel.checkpoint.state_dict import whole
 from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
+from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = (
@@ -55,8 +55,8 @@ class NamedOptimizer:
             for name, parameter in model.named_parameters()
         }
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        trained = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-        self.names: list[Any] = [names.get(id(value), number) for number, value in enumerate(trained)]
+        trained = enumerate(optimizer_parameters(optimizer))
+        self.names: list[Any] = [names.get(id(value), number) for number, value in trained]
         self.owned = {name: owned[value] for name, value in self.parameters.items() if value in owned}
 
     def state(self) -> dict[str, Any]:

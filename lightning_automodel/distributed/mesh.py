@@ -129,9 +129,7 @@ class RunMesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """This rank's groups that together span the world: :attr:`group`, then :attr:`tensor_group`, if any."""
-        if self.tensor_group is None:
-            return [self.group]
-        return [self.group, self.tensor_group]
+        return [group for group in (self.group, self.tensor_group) if group is not None]
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection, move_data_to_device
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -164,7 +164,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedB
                 "manual optimization is not planned: let build() return a module without it."
             )
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
-        batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda leaf: leaf.to("meta")))
+        batch = plugin.convert_input(move_data_to_device(batch, torch.device("meta")))
         with _explained("configure_optimizers"):
             micro.state = _optimizer_state(module)
         sliced: Any = None
