@@ -10,7 +10,6 @@ state                  meaning                                                 f
 ``_layer_sync``        of ``Trainer(sync_batchnorm=True)``, else None          the Trainer's creation, for good
 ``_mesh``              the ranks and their groups                              ``setup_environment``, the next one
 ``_barriers``          names of the barriers that Lightning has called         ``setup_environment``, the next one
-``_evaluation_steps``  how many there were outside of a fit                    joining, the next one
 ``_setup_block``       ``first_rank_setup``                                    "pre_setup", "post_setup"
 ``_trainer``           whose run it is                                         ``setup``, ``teardown``
 ``_patches``           on the Trainer, its callbacks and the module            "pre_setup", ``teardown``
@@ -258,7 +257,6 @@ class AutomodelStrategy(ParallelStrategy):
         self._barriers: set[str | None] = set()
         self._run: TrainingRun | None = None
         self._ended_fit: Resume | None = None
-        self._evaluation_steps = 0
         self._stops = False
 
     @classmethod
@@ -391,7 +389,6 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        self._evaluation_steps = 0
         process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
@@ -560,7 +557,6 @@ class AutomodelStrategy(ParallelStrategy):
         run.windows.on_step = self._reach_resumable_point
         zero_grad = module.on_validation_model_zero_grad
 
-        # No bound method, which a copy of the module would follow to process groups.
         def stop_or_zero_grad() -> None:
             self._stop_before_validation()
             run.zero_before_validation(zero_grad)
@@ -647,9 +643,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         trainer = self._module.trainer
-        self._stops = self._begin_step(
-            trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
-        )
+        self._stops = self._begin_step(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         run = self._required_run
         if not run.windows.open_windows:
             run.check_parameters()
@@ -660,11 +654,11 @@ class AutomodelStrategy(ParallelStrategy):
             self._reach_resumable_point()
         return output
 
-    def _begin_step(self, step: int, is_training: bool) -> bool:
-        """Whether all ranks stop after this step."""
+    def _begin_step(self, training_step: int | None) -> bool:
+        """Whether all ranks stop after this step, which has a number in training."""
         self._saver.poll()
         watch = self._supervisor.watch
-        return watch is not None and watch.begin_step(step, is_training)
+        return watch is not None and watch.begin_step(training_step)
 
     @contextmanager
     @override
@@ -811,8 +805,7 @@ class AutomodelStrategy(ParallelStrategy):
             if self._supervisor.watch is not None:
                 self._supervisor.watch.made_progress = True
             return False
-        self._evaluation_steps += 1
-        stops = self._begin_step(self._evaluation_steps, is_training=False)
+        stops = self._begin_step(None)
         if stops:
             lightning_internals.tell_sigterm(self._module.trainer)
         return stops
@@ -859,8 +852,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._supervisor.is_alone:
             return decision
-        # Over all ranks, tensor-parallel ones too: Lightning's own would compare a sum over those that hold
-        # different tokens with the world size.
+        # Lightning's own compares a sum over ranks that hold different tokens with the size of the world.
         operation = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision)), dist.group.WORLD, operation))
 
@@ -1043,8 +1035,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self._layer_sync.revert(self.model)
             super().teardown()
             return
-        # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit
-        # their mesh.
+        # Unlike the base class, leave the model where it is: on the host, shards would not fit their mesh.
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()
