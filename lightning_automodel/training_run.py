@@ -130,8 +130,7 @@ class TrainingRun:
         policy = options.auto_wrap_policy
         is_automatic = module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not
-        # trace.
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not.
         self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
 
     def _distribute(self, fitting: bool) -> None:

@@ -46,8 +46,7 @@ class Slices:
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
 
-# Slices of the running step or backward. Not a context variable: recomputation may run in an autograd
-# thread.
+# Slices of the running step or backward. Not a context variable: autograd's threads may recompute.
 _current: Slices | None = None
 
 

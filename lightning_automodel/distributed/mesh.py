@@ -224,8 +224,7 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
         if mesh.ndim == len(names):
             return mesh
         with warnings.catch_warnings():
-            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no
-            # other way.
+            # torch would rather have callers keep flattened meshes: so there is none of two dimensions.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
@@ -281,8 +280,7 @@ def adopt_mesh(
         )
     world_size = dist.get_world_size()
     if mesh.mesh.flatten().tolist() != list(range(world_size)):
-        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the
-        # mesh.
+        # Torch sorts the ranks of each group: in another order, a rank would not be at its coordinate.
         raise ValueError(
             f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the"
             " world, in their order: init_device_mesh lays them out so."

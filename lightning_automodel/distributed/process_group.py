@@ -257,8 +257,7 @@ def _join(
     if is_gloo and dist.group.WORLD is not None:
         dist.group.WORLD.set_timeout(timeout)
     kept_with_world().update({_own("joined"): (found, store), _own("connection"): own_connection})
-    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
-    # children.
+    # Unlike `atexit`, it also runs in children of `multiprocessing`, and from 0 on before they are joined.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)

@@ -188,8 +188,7 @@ class Supervisor:
         if num_ranks == 1:
             return
         if not faulthandler.is_enabled():
-            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may
-            # refuse.
+            # Gloo aborts where collectives do not match: only this shows the line. Notebooks may refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         have_just_joined = not dist.is_initialized()

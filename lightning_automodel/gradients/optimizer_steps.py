@@ -80,7 +80,6 @@ class OptimizerSteps:
     def _dropping(
         self, zero_grad: Callable[..., None], parameters: Callable[[], list[nn.Parameter]]
     ) -> Callable[..., None]:
-        # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
             self._windows.drop(parameters())
@@ -222,8 +221,7 @@ class OptimizerSteps:
         methods = (own, plugin.clip_grad_by_norm, plugin.clip_grad_by_value)
         is_lightnings = all(torch_internals.defined_in(method, "lightning") for method in methods)
 
-        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are
-        # unscaled before. No bound method, which a copy of the plugin would follow to process groups.
+        # Lightning's own refuses fused optimizers, which unscale in the step: here gradients are unscaled.
         def clip_gradients(
             optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:

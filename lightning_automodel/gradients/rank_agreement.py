@@ -55,8 +55,7 @@ class RankAgreement:
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
-        # On an accelerator, windows that were not compared yet: this rank's position, the sums and the number
-        # of ranks, and when these sums are there.
+        # Windows that were not compared yet: position, sums, number of ranks, and when the sums are there.
         self._unchecked: deque[tuple[Position, Tensor, int, torch.Event]] = deque()
 
     def sum_over_ranks(

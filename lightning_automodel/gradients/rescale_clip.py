@@ -261,8 +261,7 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
-        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to
-        # zero.
+        # The square of a float32 above 1.8e19 overflows: an infinite norm would clip all gradients to zero.
         dtype = wide_dtype(grads[0].device)
         if foreach:
             norms = list(torch._foreach_norm(grads, 2, dtype=dtype))

@@ -56,8 +56,7 @@ class Plan:
 
     def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
         tensor = self.sizes.tensor
-        # Ranks of each group, and the distance between them: tensor peers are the closest, then context
-        # peers, then shards.
+        # Ranks of each group, and their distance: tensor peers are closest, then context peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
             "context": (self.sizes.context, tensor),
