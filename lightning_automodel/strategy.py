@@ -110,8 +110,7 @@ class AutomodelStrategy(ParallelStrategy):
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
         label_key: Key of the labels in a batch that is a mapping.
         ignore_index: Label value of positions that the loss ignores.
-        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language
-            models.
+        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x,
             y)``. None and ``"tokens"`` count label tokens, in one of the other ways.
@@ -150,8 +149,7 @@ class AutomodelStrategy(ParallelStrategy):
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
             finite. Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
-        init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the
-            environment says.
+        init_method: Where ranks meet: ``"tcp://host:port"``, ``"file:///path"``. None: see the environment.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this
             process is rank 0 and runs the script again for each other rank. ``"fork"``, also in notebooks:
             as workers with one CPU thread each, from which weights and metrics come back.
@@ -674,8 +672,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
         Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel
-        ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
-        unchanged.
+        ranks in addition to those of the engine. If a rank fails, the others raise. Returns the same loss.
         """
         self.pre_backward(closure_loss)  # a subclass may override this and `post_backward`
         loss = self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
@@ -825,8 +822,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
         reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
-        A mean within ``training_step`` is over the ranks that have no padding batch, if there are any; other
-        operations take all.
+        A mean within ``training_step`` leaves out ranks with a padding batch, unless all have one.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
@@ -847,8 +843,7 @@ class AutomodelStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
 
-        ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
-        collectives.
+        ``ModelCheckpoint(save_on_exception=True)`` asks, and would wait for ranks in other collectives.
         """
         if self._supervisor.is_alone:
             return decision

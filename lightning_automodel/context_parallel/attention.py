@@ -114,8 +114,7 @@ def attend_across(
     """[b, h, s, d_v] attention of this rank's positions to all. A collective over the ranks that share the batch.
 
     ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under
-    ``is_causal`` to all up to its own. ``is_causal``: no row attends to a later column, with or without a
-    mask.
+    ``is_causal`` to all up to its own. ``is_causal``: no row attends to a later column, by the mask too.
     """
     slices = _current
     assert slices is not None

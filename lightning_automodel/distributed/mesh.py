@@ -167,8 +167,7 @@ class Placement:
 def num_expert_ranks(tensor: Tensor) -> int:
     """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
 
-    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different
-    experts.
+    Its mesh has a dimension of that name, whose ranks hold different tokens and different experts.
     """
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -216,8 +215,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
     """Make the views of a mesh; ``data`` names its data-parallel dimensions and ``tensor`` its tensor-parallel one.
 
-    A collective over the world if there are two data-parallel dimensions or context peers: flattening makes
-    groups.
+    A collective over the world for two data-parallel dimensions or context peers: flattening makes groups.
     """
 
     def view(*names: str) -> DeviceMesh:

@@ -272,8 +272,7 @@ def kept_with_world() -> dict[object, Any]:
     """Meshes and groups that last as long as the default group, by purpose. Not a collective.
 
     If the default group has changed, those of the old one are dropped, and so are DTensor's caches of its
-    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed
-    groups.
+    meshes: there a mesh over the new group equals the old one, and they would return destroyed groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:

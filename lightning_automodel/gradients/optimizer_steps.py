@@ -31,8 +31,7 @@ _ROUNDING = 1e-4  # of a gradient that each rank computes for itself, by kernels
 class OptimizerSteps:
     """Tells the windows of steps, ``zero_grad`` and toggling; refuses steps with gradients that are not final; clips.
 
-    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the
-    instances.
+    Torch has hooks for an optimizer's step, and none for ``zero_grad``, which is patched on the instances.
 
     Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded
     over. If a rank does not call, the others raise when the group's timeout ends.

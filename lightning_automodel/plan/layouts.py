@@ -18,8 +18,7 @@ class Plan:
     Attributes:
         memory: Bytes by their content when memory is fullest; ``high_water`` is their sum.
         state: Bytes of parameters, gradients and optimizer state, on the device or the host.
-        sent: Number of collectives in a step by (group, kind, bytes); bytes are the larger of input and
-            output.
+        sent: Number of collectives in a step by (group, kind, bytes), which are those of the larger side.
         groups: Ranks of each group, and how many of them are on one node.
     """
 

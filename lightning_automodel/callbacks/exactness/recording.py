@@ -71,8 +71,7 @@ class Recorder:
         is_sharded: Whether an engine takes part in backwards.
         windows: Those that have begun; under another strategy by None.
         batches: By training step, its whole batch and the moment before it, pickled, where that is possible.
-        step_weights: By training step of manual optimization, those before it and after each step of an optimizer in
-            it.
+        step_weights: By step of manual optimization, those before it and after each optimizer step in it.
     """
 
     def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
