@@ -25,12 +25,7 @@ _FSDP2_ONLY = (
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 # Their values are checked by functions of their own, not by their annotations.
-_CHECKED_APART = (
-    "auto_wrap_policy",
-    "activation_checkpointing",
-    "timeout",
-    "heartbeat_timeout",
-)
+_CHECKED_APART = ("auto_wrap_policy", "activation_checkpointing", "timeout", "heartbeat_timeout")
 _SIZES = (
     "data_parallel_size",
     "data_parallel_replicate_size",
