@@ -133,7 +133,7 @@ class Rank:
         # As if each were on another node: their process is this one.
         self.watch.record = Record(host="host", where="training_step")
         self.watch.describe = lambda: None  # type: ignore[method-assign]
-        self.watch.begin_step(3, is_training=True)
+        self.watch.begin_step(3)
         self.stand_at(True, "train.py:39 in training_step")
 
     def beat(self) -> None:
@@ -193,7 +193,7 @@ def inflict(world: World, fault: str, victim: int) -> tuple[range, str, str]:
         rank.end()
         for other in world.ranks:
             if other is not rank:
-                other.watch.begin_step(4, is_training=True)
+                other.watch.begin_step(4)
         return range(victim, victim + 1), "RuntimeError", "it ended its run after training step 3, but rank"
     rank.stand_at(True, "train.py:51 in backward")
     return anybody, WAITED, f"  rank {victim} waits in training_step, step 3, at train.py:51 in backward"

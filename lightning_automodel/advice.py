@@ -39,12 +39,17 @@ class _TensorHooks(TorchFunctionMode):
 class BackwardHooks:
     """Names hooks of the user, in a run, whose gradients are not those of the window's mean; ``say`` says it once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, module: nn.Module, divisor: int, counts_ahead: bool, say: Callable[[str], None]
+    ) -> None:
+        self._module = module
+        self._divisor = divisor
+        self._counts_ahead = counts_ahead
         self._say = say
         self._tensor_hooks = _TensorHooks()
         self._registers_hooks: bool | None = None  # whether steps do; None until one has run
 
-    def noting(self, module: nn.Module, divisor: int, counts_ahead: bool) -> AbstractContextManager[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Context of a training step; those of modules and parameters are named at the end of the first one.
 
         It also tells whether steps register hooks, as FSDP2 does. If so, the second one tells whose those of tensors
@@ -52,31 +57,32 @@ class BackwardHooks:
         """
         if self._registers_hooks is False:
             return nullcontext()
-        return self._note(module, divisor, counts_ahead)
+        return self._note()
 
     @contextmanager
-    def _note(self, module: nn.Module, divisor: int, counts_ahead: bool) -> Iterator[None]:
+    def _note(self) -> Iterator[None]:
         is_first = self._registers_hooks is None
         noting: AbstractContextManager[Any] = nullcontext()
-        if self._registers_hooks and not any(map(torch_internals.is_compiled, module.modules())):
+        if self._registers_hooks and not any(map(torch_internals.is_compiled, self._module.modules())):
             noting = self._tensor_hooks
         before = RemovableHandle.next_id
         with noting:
             yield
         self._registers_hooks = is_first and RemovableHandle.next_id > before
         if is_first:
-            self._tell(_hooked(module), divisor, counts_ahead)
+            self._tell(_hooked(self._module))
         else:
-            self._tell(self._tensor_hooks.names, divisor, counts_ahead)
+            self._tell(self._tensor_hooks.names)
 
-    def _tell(self, hooked: list[str], divisor: int, counts_ahead: bool) -> None:
-        if not hooked or (counts_ahead and divisor == 1):
+    def _tell(self, hooked: list[str]) -> None:
+        divisor = self._divisor
+        if not hooked or (self._counts_ahead and divisor == 1):
             return
         found = (
             f"{len(hooked)} modules, parameters or tensors have backward hooks ({', '.join(hooked[:3])})."
         )
         linear = "A hook that only looks, or that multiplies by a constant, is right."
-        if counts_ahead:
+        if self._counts_ahead:
             self._say(
                 f"{found} They see {divisor} times the gradient of the window's mean loss, which is then"
                 f" averaged over {divisor} ranks. {linear} Let any other, as one that clips or normalises,"
@@ -99,8 +105,8 @@ class Advice:
         self._count_is_checked = False
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
-        """Say ``message`` unless it has been said."""
-        if message not in self._said:
+        """Say ``message`` unless it has been said, or is empty."""
+        if message and message not in self._said:
             self._said.add(message)
             say(message)
 

@@ -1,7 +1,7 @@
 """One micro-batch, from the batch that a training step gets to the backward whose gradients a window keeps."""
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_automodel.advice import Advice, BackwardHooks, stop_iteration_err
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
-from lightning_automodel.gradients.loss_weights import NUM_LOOKS, FirstLooks
+from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
@@ -90,11 +90,10 @@ class MicroBatches:
         )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
-        # Micro-batches that may still read the device, for advice of any kind. `FirstLooks` counts the losses that it
-        # has looked at itself: no more once it has given its advice, and none with an auxiliary part.
-        self._num_to_advise = NUM_LOOKS
-        self._looks = FirstLooks()
-        self._backward_hooks = BackwardHooks(advice.say_once)
+        self._looks = FirstLooks(module, windows.weighting)
+        self._backward_hooks = BackwardHooks(
+            module, windows.divisor, self.ahead is not None, advice.say_once
+        )
         # The step whose backwards run.
         self._step = _Step()
 
@@ -113,10 +112,8 @@ class MicroBatches:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
-        noting_hooks = self._backward_hooks.noting(self.module, self.windows.divisor, self.ahead is not None)
-
         def attending_step() -> Any:
-            with attention, noting_hooks:
+            with attention, self._backward_hooks.noting():
                 return step(*args, **kwargs)
 
         output = self.call(partial(self.inputs.train, attending_step), "training_step")
@@ -156,18 +153,16 @@ class MicroBatches:
                 raise
             raise stop_iteration_error(name) from error
 
-    @contextmanager
-    def communicating(self, ends_window: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch. ``ends_window``: its backward ends the window."""
-        if not ends_window and self._draws_its_batches:
+    def before_the_last(self) -> AbstractContextManager[None]:
+        """Context for the forward and backward of a window's micro-batch that another one follows."""
+        if self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
                 " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does"
                 " not step the short last window of an epoch. Let the step take the batch, or pass"
                 " accumulate_grad_batches=1."
             )
-        with self.engine.micro_batch(ends_window):
-            yield
+        return self.engine.micro_batch(ends_window=False)
 
     # --- The backward -------------------------------------------------------------------------------------------------
 
@@ -196,8 +191,10 @@ class MicroBatches:
         # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
-        if self._num_to_advise > 0 or is_first_window:
-            self._advise(loss, count, divided_by, aux_loss)
+        if self._looks.left or is_first_window:
+            self.advice.about_half_precision(loss)
+            if aux_loss is None:
+                self.advice.say_once(self._looks.advice(loss, count, divided_by))
 
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
@@ -230,7 +227,7 @@ class MicroBatches:
         engine.user_backward_returned(not windows.open_windows)
         report = windows.last_step
         if is_first_window and backward.ends and report is not None:
-            self._tell(self._looks.advice_after(report))
+            self.advice.say_once(self._looks.advice_after(report))
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
@@ -267,17 +264,6 @@ class MicroBatches:
             windows.close(window, totals)
         engine.leave_backward()
 
-    def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
-        """Give advice on one of the first micro-batches of a run, for which the device may be read."""
-        self._num_to_advise -= 1
-        self.advice.about_half_precision(loss)
-        if aux_loss is None:
-            self._tell(self._looks.advice(self.module, self.weighting, loss, count, divided_by))
-
-    def _tell(self, text: str | None) -> None:
-        if text is not None:
-            self.advice.say_once(text)
-
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
 
@@ -291,7 +277,7 @@ class MicroBatches:
         if output is not None:
             divided_by = self.module.trainer.accumulate_grad_batches
             aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
-            if self._num_to_advise > 0:
+            if self._looks.left:
                 self.advice.about_count(self.module, self.weighting, output)
         else:
             kwargs.pop("optimizer", None)

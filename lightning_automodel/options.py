@@ -25,12 +25,7 @@ _FSDP2_ONLY = (
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 # Their values are checked by functions of their own, not by their annotations.
-_CHECKED_APART = (
-    "auto_wrap_policy",
-    "activation_checkpointing",
-    "timeout",
-    "heartbeat_timeout",
-)
+_CHECKED_APART = ("auto_wrap_policy", "activation_checkpointing", "timeout", "heartbeat_timeout")
 _SIZES = (
     "data_parallel_size",
     "data_parallel_replicate_size",
@@ -103,10 +98,7 @@ class StrategyOptions:
     def __post_init__(self) -> None:
         self._check_each()
         self._check_together()
-        if self.context_parallel_size > 1:
-            self._check_beside_context_parallelism()
-        if self.expert_parallel_size > 1:
-            self._check_beside_expert_parallelism()
+        self._check_beside_parallelism()
 
     def _check_each(self) -> None:
         """Raise TypeError or ValueError for the first option whose own value is wrong."""
@@ -152,37 +144,30 @@ class StrategyOptions:
                 " compresses are sums over all tokens of a window, not means."
             )
 
-    def _check_beside_context_parallelism(self) -> None:
-        """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
-        problems = {
-            "device_mesh": self.device_mesh is not None,
+    def _check_beside_parallelism(self) -> None:
+        """Raise ValueError for options that are wrong, or untested, with slices of sequences or with spread experts."""
+        has_mesh = self.device_mesh is not None
+        of_slices = {
+            "device_mesh": has_mesh,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
             "count='samples' (a slice is not a sample)": self.count == "samples",
             "count_window_ahead=True": self.count_window_ahead,
             "uneven_inputs='pad'": self.uneven_inputs == "pad",
         }
-        found = [problem for problem, applies in problems.items() if applies]
-        if found:
-            raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}:"
-                " leave one of them out."
-            )
-
-    def _check_beside_expert_parallelism(self) -> None:
-        """Raise ValueError for options that do not work with experts that are spread over ranks."""
-        if self.data_parallel == "ddp":
-            raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp',"
-                " which copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
-                " expert_parallel_size at 1."
-            )
-        if self.device_mesh is not None:
-            raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the"
-                " strategy splits the dimension that parameters are sharded over itself. Leave device_mesh"
-                " out and pass the sizes (data_parallel_replicate_size, tensor_parallel_size,"
-                " context_parallel_size), or leave expert_parallel_size at 1."
-            )
+        of_experts = {
+            "data_parallel='ddp' (which copies whole parameters to every rank: pass 'fsdp2')": not self.is_sharded,
+            "device_mesh (whose ranks the strategy would have to split: pass the sizes)": has_mesh,
+        }
+        for keyword, problems in (
+            ("context_parallel_size", of_slices),
+            ("expert_parallel_size", of_experts),
+        ):
+            size = getattr(self, keyword)
+            found = [problem for problem, applies in problems.items() if applies]
+            if size > 1 and found:
+                raise ValueError(
+                    f"{keyword}={size} does not work with {', '.join(found)}: leave one of them out."
+                )
 
     @property
     def parsed_timeout(self) -> timedelta:

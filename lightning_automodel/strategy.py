@@ -10,7 +10,6 @@ state                  meaning                                                 f
 ``_layer_sync``        of ``Trainer(sync_batchnorm=True)``, else None          the Trainer's creation, for good
 ``_mesh``              the ranks and their groups                              ``setup_environment``, the next one
 ``_barriers``          names of the barriers that Lightning has called         ``setup_environment``, the next one
-``_evaluation_steps``  how many there were outside of a fit                    joining, the next one
 ``_setup_block``       ``first_rank_setup``                                    "pre_setup", "post_setup"
 ``_trainer``           whose run it is                                         ``setup``, ``teardown``
 ``_patches``           on the Trainer, its callbacks and the module            "pre_setup", ``teardown``
@@ -53,11 +52,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel.advice import Advice, stop_iteration_error, summary
-from lightning_automodel.checkpoint import (
-    CheckpointLoader,
-    CheckpointSaver,
-    NamedOptimizer,
-)
+from lightning_automodel.checkpoint import CheckpointLoader, CheckpointSaver, NamedOptimizer
 from lightning_automodel.data.batches import unwrap_loader
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
@@ -112,8 +107,7 @@ class AutomodelStrategy(ParallelStrategy):
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
         label_key: Key of the labels in a batch that is a mapping.
         ignore_index: Label value of positions that the loss ignores.
-        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language
-            models.
+        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x,
             y)``. None and ``"tokens"`` count label tokens, in one of the other ways.
@@ -152,8 +146,7 @@ class AutomodelStrategy(ParallelStrategy):
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
             finite. Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
-        init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the
-            environment says.
+        init_method: Where ranks meet: ``"tcp://host:port"``, ``"file:///path"``. None: see the environment.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this
             process is rank 0 and runs the script again for each other rank. ``"fork"``, also in notebooks:
             as workers with one CPU thread each, from which weights and metrics come back.
@@ -259,7 +252,6 @@ class AutomodelStrategy(ParallelStrategy):
         self._barriers: set[str | None] = set()
         self._run: TrainingRun | None = None
         self._ended_fit: Resume | None = None
-        self._evaluation_steps = 0
         self._stops = False
 
     @classmethod
@@ -392,7 +384,6 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        self._evaluation_steps = 0
         process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
@@ -563,7 +554,6 @@ class AutomodelStrategy(ParallelStrategy):
         run.windows.on_step = self._reach_resumable_point
         zero_grad = module.on_validation_model_zero_grad
 
-        # No bound method, which a copy of the module would follow to process groups.
         def stop_or_zero_grad() -> None:
             self._stop_before_validation()
             run.zero_before_validation(zero_grad)
@@ -651,9 +641,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         trainer = self._module.trainer
-        self._stops = self._begin_step(
-            trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
-        )
+        self._stops = self._begin_step(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         run = self._required_run
         if not run.windows.open_windows:
             run.check_parameters()
@@ -664,17 +652,17 @@ class AutomodelStrategy(ParallelStrategy):
             self._reach_resumable_point()
         return output
 
-    def _begin_step(self, step: int, is_training: bool) -> bool:
-        """Whether all ranks stop after this step."""
+    def _begin_step(self, training_step: int | None) -> bool:
+        """Whether all ranks stop after this step, which has a number in training."""
         self._saver.poll()
         watch = self._supervisor.watch
-        return watch is not None and watch.begin_step(step, is_training)
+        return watch is not None and watch.begin_step(training_step)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
-        with self._required_run.micro_batches.communicating(ends_window=False):
+        with self._required_run.micro_batches.before_the_last():
             yield
 
     @override
@@ -684,8 +672,7 @@ class AutomodelStrategy(ParallelStrategy):
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
         Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel
-        ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
-        unchanged.
+        ranks in addition to those of the engine. If a rank fails, the others raise. Returns the same loss.
         """
         self.pre_backward(closure_loss)  # a subclass may override this and `post_backward`
         loss = self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
@@ -816,8 +803,7 @@ class AutomodelStrategy(ParallelStrategy):
             if self._supervisor.watch is not None:
                 self._supervisor.watch.made_progress = True
             return False
-        self._evaluation_steps += 1
-        stops = self._begin_step(self._evaluation_steps, is_training=False)
+        stops = self._begin_step(None)
         if stops:
             lightning_internals.tell_sigterm(self._module.trainer)
         return stops
@@ -837,8 +823,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
         reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
-        A mean within ``training_step`` is over the ranks that have no padding batch, if there are any; other
-        operations take all.
+        A mean within ``training_step`` leaves out ranks with a padding batch, unless all have one.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
@@ -859,13 +844,11 @@ class AutomodelStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
 
-        ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
-        collectives.
+        ``ModelCheckpoint(save_on_exception=True)`` asks, and would wait for ranks in other collectives.
         """
         if self._supervisor.is_alone:
             return decision
-        # Over all ranks, tensor-parallel ones too: Lightning's own would compare a sum over those that hold
-        # different tokens with the world size.
+        # Lightning's own compares a sum over ranks that hold different tokens with the size of the world.
         operation = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision)), dist.group.WORLD, operation))
 
@@ -1048,8 +1031,7 @@ class AutomodelStrategy(ParallelStrategy):
                 self._layer_sync.revert(self.model)
             super().teardown()
             return
-        # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit
-        # their mesh.
+        # Unlike the base class, leave the model where it is: on the host, shards would not fit their mesh.
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()

@@ -132,8 +132,7 @@ class TrainingRun:
         policy = options.auto_wrap_policy
         is_automatic = module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not
-        # trace.
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not.
         self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
 
     def _distribute(self, fitting: bool) -> None:
@@ -323,7 +322,7 @@ class TrainingRun:
                     " repeats only the last micro-batch of the accumulation window. Pass"
                     " accumulate_grad_batches=1, and larger batches."
                 )
-            with self.micro_batches.communicating(ends_window=True):
+            with self.engine.micro_batch(ends_window=True):
                 result = closure()
             if isinstance(result, Tensor) and self.windows.last_loss is not None:
                 # That of the window over all ranks, not of this rank's micro-batch.

@@ -83,17 +83,12 @@ def _by_kind(plan: Plan) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"expert_parallel_size": 2},
-            "expert_parallel_size=2 is not planned: how many tokens reach the experts",
-        ),
-        ({"data_parallel": "ddp"}, "data_parallel='ddp' is not planned, only sharded layouts are"),
         ({"tensor_parallel_size": 2}, "parallel"),
         ({"context_parallel_size": 2}, "parallel"),
     ],
 )
 def test_layouts_that_cannot_be_planned(options: dict[str, Any], said: str) -> None:
-    """Beside others a module without a tensor-parallel plan, and one whose attention stays within a slice."""
+    """A module without a tensor-parallel plan, and one whose attention stays within a slice."""
     with pytest.raises(CannotPlanError, match=said):
         Plan(_run(**options), StrategyOptions(**options), 2, 1, 2, is_host=True)
 

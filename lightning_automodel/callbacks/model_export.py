@@ -47,11 +47,7 @@ class ModelExport(Callback):
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
         self._path = os.fspath(path)
-        self._options: dict[str, Any] = {
-            "dtype": dtype,
-            "adapter_only": adapter_only,
-            "prefix": prefix,
-        }
+        self._options: dict[str, Any] = {"dtype": dtype, "adapter_only": adapter_only, "prefix": prefix}
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,8 +16,7 @@ def render(
 ) -> str:
     """Build the page. All arguments are shown as text, never as markup or script.
 
-    ``history`` is ``StepMonitor.history``. ``validated`` holds the values that validation logged, by name and
-    step.
+    ``history`` is ``StepMonitor.history``; ``validated`` has those of validation, by name and step.
     """
     curves: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for entry in history:

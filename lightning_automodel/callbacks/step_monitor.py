@@ -25,8 +25,7 @@ class StepMonitor(Callback):
     ``per_token_loss=False``, the norm if nothing asks for it. Values are those of all ranks. Counts and rates
     cover all steps since the last logged one, and all that happened between, as a validation or a save.
 
-    Between logged steps nothing is read from the device. A logged step waits for the device. Nothing is
-    communicated.
+    A logged step waits for the device; others read nothing from it. Nothing is communicated.
 
     Args:
         every_n_steps: Optimizer steps between two logs. None or 0 takes the Trainer's ``log_every_n_steps``.

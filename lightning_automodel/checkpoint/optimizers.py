@@ -14,7 +14,6 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 """
 
 import hashlib
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from lightning_automodel.checkpoint.state_dict import whole
 from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
+from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = (
@@ -40,13 +40,8 @@ AS_SAVED = (
 class NamedOptimizer:
     """An optimizer of a run, and the names of its parameters.
 
-    Args:
-        model: The model whose parameters are trained.
-        optimizer: The optimizer that trains them.
-        owned: The parameters that it steps whole, and whether this rank owns them.
-
     Attributes:
-        optimizer: The optimizer.
+        optimizer: Which trains parameters of the model.
         parameters: The model's parameters by name.
         names: The names of the optimizer's parameters in their order; the number of one that the model lacks.
         owned: The names of those that are stepped whole, and whether this rank owns them.
@@ -60,8 +55,8 @@ class NamedOptimizer:
             for name, parameter in model.named_parameters()
         }
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        trained = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-        self.names: list[Any] = [names.get(id(value), number) for number, value in enumerate(trained)]
+        trained = enumerate(optimizer_parameters(optimizer))
+        self.names: list[Any] = [names.get(id(value), number) for number, value in trained]
         self.owned = {name: owned[value] for name, value in self.parameters.items() if value in owned}
 
     def state(self) -> dict[str, Any]:

@@ -206,8 +206,7 @@ class CheckpointSaver:
     def _check_edits(self, checkpoint: dict[str, Any], target: str, group: dist.ProcessGroup | None) -> None:
         """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
 
-        The checkpoint would be edited in part, and ranks would wait in a gather that the others do not join. A
-        collective.
+        The checkpoint would be edited in part, and ranks might wait for others in a gather. A collective.
         """
         if group is None:
             return

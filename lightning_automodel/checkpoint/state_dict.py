@@ -10,11 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import TreePath, mapped
-from lightning_automodel.internals.torch import (
-    module_versions,
-    with_module_versions,
-    without_wrappers,
-)
+from lightning_automodel.internals.torch import module_versions, with_module_versions, without_wrappers
 
 MODEL = "state_dict"
 """Key of the model's state in a checkpoint."""

@@ -18,12 +18,7 @@ from lightning_automodel.sharding.whole_copies import write_part
 TreePath = tuple[Any, ...]
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 
-_KNOWN = {
-    "__get__",
-    "size",
-    "dim",
-    "numel",
-}
+_KNOWN = {"__get__", "size", "dim", "numel"}
 """Functions of torch that need no values."""
 
 

@@ -46,8 +46,7 @@ class Slices:
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
 
-# Slices of the running step or backward. Not a context variable: recomputation may run in an autograd
-# thread.
+# Slices of the running step or backward. Not a context variable: autograd's threads may recompute.
 _current: Slices | None = None
 
 
@@ -115,8 +114,7 @@ def attend_across(
     """[b, h, s, d_v] attention of this rank's positions to all. A collective over the ranks that share the batch.
 
     ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under
-    ``is_causal`` to all up to its own. ``is_causal``: no row attends to a later column, with or without a
-    mask.
+    ``is_causal`` to all up to its own. ``is_causal``: no row attends to a later column, by the mask too.
     """
     slices = _current
     assert slices is not None

@@ -38,8 +38,7 @@ class FirstStepCheck:
     It is the one check of context parallelism: what differs is refused, and so is what cannot be compared.
     The outputs of all submodules are compared, so that one bad layer among many is found and named: in the
     outermost output alone it can be as small as rounding (measured in benchmarks/results). The check leaves no
-    trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is
-    compiled.
+    trace: nothing is differentiated or compiled, and random states, modes, buffers and metrics are restored.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision, step: str, slices: Slices) -> None:

@@ -27,8 +27,7 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
     """Wait for every rank, then log ``message`` on rank 0, at level INFO.
 
     ``string`` is NeMo Automodel's name for the message. A collective on the default group. If a rank does
-    not call it, the others raise when the group's timeout ends. Without an initialised process group it only
-    logs.
+    not call it, the others raise when the group's timeout ends. Without a process group it only logs.
     """
     if group_size() > 1:
         dist.barrier()

@@ -71,14 +71,14 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             RuntimeError: In another block.
         """
-        block = ExitStack()
-        is_first = block.enter_context(_block(self._group, self._scope, self._timeout))
-        self._leave = block.__exit__
+        block = _block(self._group, self._scope, self._timeout)
+        is_first = block.__enter__()
+        self._block = block  # now: another block within this one raises
         return is_first
 
     def __exit__(self, *raised: Any) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        self._leave(*raised)
+        self._block.__exit__(*raised)
 
 
 @contextmanager

@@ -53,8 +53,7 @@ LINGER_AFTER_FAILURE_S = 2.5
 class Heart:
     """This rank among the ``ranks`` that watch each other, from :meth:`start` to :meth:`close`.
 
-    Each watches the one before it that has not left. One that is silent for ``silence_s`` is posted as the
-    failure of all.
+    Each watches the one before it that has not left, whose silence for ``silence_s`` is posted as a failure.
 
     Args:
         rank: This rank.

@@ -88,19 +88,20 @@ def resolve_sizes(
             )
         return MeshSizes(replicate=size, shard=1, context=context_parallel_size)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
-    _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
+    check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
-    _check_divides(
+    check_divides(
         "expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over"
     )
     return MeshSizes(replicate, shard, tensor_parallel_size, context_parallel_size, expert_parallel_size)
 
 
-def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
-    if num_ranks % size:
-        valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
+def check_divides(keyword: str, size: int, number: int, of_what: str) -> None:
+    """Raise ValueError, with the sizes that are valid, unless the ``size`` of an option divides a number."""
+    if number % size:
+        valid = ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
         raise ValueError(
-            f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}."
+            f"{keyword}={size} does not divide the {number} {of_what}: valid sizes are {valid}."
         )
 
 
@@ -128,9 +129,7 @@ class RunMesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """This rank's groups that together span the world: :attr:`group`, then :attr:`tensor_group`, if any."""
-        if self.tensor_group is None:
-            return [self.group]
-        return [self.group, self.tensor_group]
+        return [group for group in (self.group, self.tensor_group) if group is not None]
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
@@ -168,8 +167,7 @@ class Placement:
 def num_expert_ranks(tensor: Tensor) -> int:
     """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
 
-    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different
-    experts.
+    Its mesh has a dimension of that name, whose ranks hold different tokens and different experts.
     """
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -217,16 +215,14 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
     """Make the views of a mesh; ``data`` names its data-parallel dimensions and ``tensor`` its tensor-parallel one.
 
-    A collective over the world if there are two data-parallel dimensions or context peers: flattening makes
-    groups.
+    A collective over the world for two data-parallel dimensions or context peers: flattening makes groups.
     """
 
     def view(*names: str) -> DeviceMesh:
         if mesh.ndim == len(names):
             return mesh
         with warnings.catch_warnings():
-            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no
-            # other way.
+            # torch would rather have callers keep flattened meshes: so there is none of two dimensions.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
@@ -282,8 +278,7 @@ def adopt_mesh(
         )
     world_size = dist.get_world_size()
     if mesh.mesh.flatten().tolist() != list(range(world_size)):
-        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the
-        # mesh.
+        # Torch sorts the ranks of each group: in another order, a rank would not be at its coordinate.
         raise ValueError(
             f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the"
             " world, in their order: init_device_mesh lays them out so."
@@ -303,8 +298,6 @@ def adopt_mesh(
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,
         "tensor_parallel_size": sizes.tensor,
-        "context_parallel_size": sizes.context,
-        "expert_parallel_size": sizes.expert,
     }
     for keyword, value in requested.items():
         if value not in ("auto", actual[keyword]):

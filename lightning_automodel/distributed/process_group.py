@@ -133,7 +133,6 @@ _kept: dict[object, Any] = {}
 _counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _kept_for: dist.ProcessGroup | None = None
 _has_failed = False
-"""Whether a run of several ranks in a group of this package has failed: this process joins no other one."""
 
 OnJoined = Callable[[int, int, dist.Store], None]
 
@@ -258,8 +257,7 @@ def _join(
     if is_gloo and dist.group.WORLD is not None:
         dist.group.WORLD.set_timeout(timeout)
     kept_with_world().update({_own("joined"): (found, store), _own("connection"): own_connection})
-    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
-    # children.
+    # Unlike `atexit`, it also runs in children of `multiprocessing`, and from 0 on before they are joined.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
@@ -274,8 +272,7 @@ def kept_with_world() -> dict[object, Any]:
     """Meshes and groups that last as long as the default group, by purpose. Not a collective.
 
     If the default group has changed, those of the old one are dropped, and so are DTensor's caches of its
-    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed
-    groups.
+    meshes: there a mesh over the new group equals the old one, and they would return destroyed groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:

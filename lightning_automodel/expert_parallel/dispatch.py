@@ -47,8 +47,7 @@ def dispatch_tokens(
         RuntimeError: If ``chosen`` has an expert that does not exist.
     """
     by_expert = chosen.flatten().argsort(stable=True)
-    # Repeated before it is permuted: the backward then adds up the copies of a token in one order on every
-    # device.
+    # Repeated before it is permuted: the backward then adds up the copies of a token in one order anywhere.
     copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)  # [n * k, d]
     rows = copies.index_select(0, by_expert)
     # Not bincount, which waits for the device, and accepts numbers of experts that do not exist.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_automodel.distributed.mesh import EXPERT, num_expert_ranks
+from lightning_automodel.distributed.mesh import EXPERT, check_divides, num_expert_ranks
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import class_name
 
@@ -70,12 +70,7 @@ def _check(parameters: dict[str, nn.Parameter], module: nn.Module, num_ranks: in
             f" {class_name(module)} has {shapes}: pass names=[...] with the parameters whose first one does."
         )
     for (number,) in numbers:
-        if number % num_ranks:
-            valid = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-            raise ValueError(
-                f"expert_parallel_size={num_ranks} does not divide the {number} experts of"
-                f" {class_name(module)}: valid sizes are {valid}."
-            )
+        check_divides("expert_parallel_size", num_ranks, number, f"experts of {class_name(module)}")
 
 
 def _spread(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

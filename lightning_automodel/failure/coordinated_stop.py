@@ -91,8 +91,7 @@ class StopAgreement:
             self.requeues = reason == REQUEUE
             self.decide(1 + max(promised_by_all))
         elif not self._has_promised:
-            # The lock keeps the main thread from beginning a step between reading its number and promising
-            # it.
+            # The lock keeps the main thread from beginning a step before its number, once read, is promised.
             with self._lock:
                 self._has_promised = True
                 promised = self.step

@@ -52,8 +52,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
 def _main_thread_frames() -> list[tuple[FrameType, int]]:
     """The main thread's frames and their lines, the innermost first."""
     interval = sys.getswitchinterval()
-    # If it went on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other
-    # objects.
+    # If it went on meanwhile, Python 3.11 could return other objects for frames that are gone.
     sys.setswitchinterval(1.0)
     # Python 3.11 holds its lock of threads while it lists them, and may collect garbage there. A tensor that is freed
     # gives Python's own lock away: with a main thread that starts another one, neither would ever go on.

@@ -4,7 +4,7 @@ What a supervisor knows of its rank:
 
     has_failed          its run has raised: it leaves after a failure of its own or of another rank, or a stop of all
     watch               the watch over the others; None before they have joined, after the run, and on a single rank
-    _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
+    _handler            of SIGTERM, while it is set
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,6 @@ class Supervisor:
         self._before_posting = before_posting
         self.watch: Watch | None = None
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
-        self._handler_process = 0
-        self._previous_handler: Any = None
         self.has_failed = False
         self.weights_only: bool | None = None
         self.find_ended: Callable[[], dict[int, str]] = dict  # {}: none has ended
@@ -189,8 +188,7 @@ class Supervisor:
         if num_ranks == 1:
             return
         if not faulthandler.is_enabled():
-            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may
-            # refuse.
+            # Gloo aborts where collectives do not match: only this shows the line. Notebooks may refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         have_just_joined = not dist.is_initialized()
@@ -244,14 +242,16 @@ class Supervisor:
 
     def _patch_sigterm(self) -> bool:
         """Set the handler, where this is the main thread; returns whether it is set."""
-        self._previous_handler = signal.getsignal(signal.SIGTERM)
-        self._handler_process = os.getpid()
-        self._handler.enter_context(process_group.patched_signal(signal.SIGTERM, self._on_sigterm))
-        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
+        handler = partial(self._on_sigterm, os.getpid(), signal.getsignal(signal.SIGTERM))
+        self._handler.enter_context(process_group.patched_signal(signal.SIGTERM, handler))
+        return signal.getsignal(signal.SIGTERM) is handler
 
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Before the first step, leave at once; later, leave with all ranks after the same step."""
-        if os.getpid() != self._handler_process:
+    def _on_sigterm(self, process: int, previous: Any, signum: int, frame: Any) -> None:
+        """Before the first step, leave at once; later, leave with all ranks after the same step.
+
+        The handler is for the ``process`` that has set it, and calls the ``previous`` one.
+        """
+        if os.getpid() != process:
             # A child that was forked from this process has nothing to do with its run.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -263,8 +263,8 @@ class Supervisor:
             if frame is not None and frame.f_code is Supervisor.run.__code__:
                 return  # the function has returned or raised: what comes next asks for the failure
             watch.raise_failure()
-        if callable(self._previous_handler):
-            self._previous_handler(signum, frame)
+        if callable(previous):
+            previous(signum, frame)
         if watch is None or watch.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         watch.stop.ask()

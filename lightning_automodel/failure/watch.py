@@ -87,13 +87,16 @@ class Watch(Heart):
 
     # --- The main thread ----------------------------------------------------------------------------
 
-    def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes, numbered from 1; return whether all ranks stop after it.
+    def begin_step(self, training_step: int | None) -> bool:
+        """Begin a step that every rank takes; return whether all ranks stop after it.
+
+        In training it has a number, from 1. Steps of evaluation are counted here.
 
         RankFailedError if a rank has failed.
         """
-        if is_training:
-            self.record.step = step
+        if training_step is not None:
+            self.record.step = training_step
+        step = training_step or self.stop.step + 1
         self.made_progress = True
         is_last = self.stop.begin_step(step, self._timeout_s)
         self.raise_failure()

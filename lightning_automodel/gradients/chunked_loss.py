@@ -44,8 +44,7 @@ def token_loss(
         ignore_index: Label of positions that do not count.
         label_shift: How many positions after the hidden state its label comes: 1 for Hugging Face causal
             language models, 0 if labels are already shifted.
-        weight: [v] weight of each class. Multiplies the position's loss; the count is then the sum of the
-            labels' weights.
+        weight: [v] weight of each class, which multiplies the loss of its positions, and counts for them.
         label_smoothing: As in ``F.cross_entropy``.
         chunk_elements: Logits of one chunk. A larger number gives fewer, larger matrix products. None: 2**22,
             or a quarter of the head's weight if that is more.

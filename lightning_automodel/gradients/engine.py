@@ -177,8 +177,7 @@ class Engine:
     def end_step(self) -> None:
         """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
 
-        A hook would find gathered parameters in the module, which have no gradients, or those of an open
-        window.
+        Of gathered parameters in the module a hook would find no gradients, or those of an open window.
         """
 
     def release(self) -> None:

@@ -91,11 +91,9 @@ class LossScaling:
         """After a step, gradients from outside a window (``scaler.scale(loss).backward()``) count as scaled again."""
         self._is_checked.pop(optimizer, None)
 
-    def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """``found_inf`` where any rank has found an overflow. A collective over all ranks if these have shards."""
-        if not self._is_sharded:
-            return found_inf
-        found = [flag.to(self._device).reshape(()) for flag in found_inf.values()]
-        everywhere = torch.stack([torch.zeros((), device=self._device), *found]).max()
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-        return {device: everywhere.to(device) for device in found_inf} or {self._device: everywhere}
+    def _agree(self, found_inf: Tensor) -> Tensor:
+        """[] 1 where any rank has found an overflow. A collective over all ranks if these have shards."""
+        if self._is_sharded:
+            found_inf = found_inf.to(self._device)
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return found_inf

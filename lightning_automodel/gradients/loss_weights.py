@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 
-NUM_LOOKS = 4
 _ROUNDING = 1e-4
 """Relative difference between numbers that are the same: torch adds class weights up in float32."""
 
@@ -39,53 +38,52 @@ _OF_MEANS = "loss_reduction='sum' expects a sum: leave it out where the loss is 
 
 
 class FirstLooks:
-    """Looks at the losses of the first micro-batches of a run, by default four of them, which reads the device."""
+    """Looks at the losses of the first micro-batches of a run, which reads the device.
 
-    def __init__(self, num_looks: int = NUM_LOOKS) -> None:
-        self._left = num_looks
+    Attributes:
+        left: How many losses it still looks at; 0 once it has given its advice.
+    """
+
+    def __init__(self, module: nn.Module, weighting: TokenWeighting, num_looks: int = 4) -> None:
+        self._name = type(module).__name__
+        self._weighting = weighting
+        self.left = num_looks
         # By the kinds of their terms: what a loss divides by, and what was counted for it.
         self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
         # A term that is taken from all ranks, of this rank's losses.
         self._over_ranks: _Comparison | None = None
 
-    def advice(
-        self,
-        module: nn.Module,
-        weighting: TokenWeighting,
-        loss: Tensor,
-        count: Count,
-        accumulate: int,
-    ) -> str | None:
-        """What to tell of a loss [] that does not divide by what is counted, once; None if nothing.
+    def advice(self, loss: Tensor, count: Count, accumulate: int) -> str:
+        """What to tell of a loss [] that does not divide by what is counted, once; else empty.
 
         Of one micro-batch a constant factor might be meant. Between two it shows that one of them weighs too
         much. ``accumulate`` is what Lightning has divided the loss by.
         """
-        if not (self._left and weighting.per_token_loss):
-            return None
-        self._left -= 1
+        if not (self.left and self._weighting.per_token_loss):
+            return ""
+        self.left -= 1
         number = float(count)
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
-            return None
+            return ""
         kinds = tuple(term.kind for term in terms)
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):
-            found = _Comparison(module, weighting, (first, term), (first_number, number))
+            found = _Comparison(self._name, self._weighting, (first, term), (first_number, number))
             if term.kind == "all ranks":
                 self._over_ranks = found
-            if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
-                self._left = 0
+            if text := found.of_all_ranks() or found.of_one_rank():
+                self.left = 0
                 return text
-        return None
+        return ""
 
-    def advice_after(self, window: StepReport) -> str | None:
+    def advice_after(self, window: StepReport) -> str:
         """What to tell of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not.
 
         ``window`` is the report on the first window, which is read.
         """
         if self._over_ranks is None:
-            return None
+            return ""
         own, _ = self._over_ranks.counts
         mean = float(window.num_label_tokens / window.num_micro_batches)
         return replace(self._over_ranks, counts=(own, mean)).of_all_ranks()
@@ -95,7 +93,7 @@ class FirstLooks:
 class _Comparison:
     """Two micro-batches: what a term of their losses divides by, and what was counted for them."""
 
-    module: nn.Module
+    name: str  # of the module's class
     weighting: TokenWeighting
     terms: tuple[LossTerm, LossTerm]
     counts: tuple[float, float]
@@ -123,10 +121,10 @@ class _Comparison:
             first.factor * other, second.factor * count, rel_tol=_ROUNDING
         )
 
-    def of_one_rank(self) -> str | None:
-        """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
+    def of_one_rank(self) -> str:
+        """What to tell of a sum, if the quotient of its divisor and the count is not the same in both; else empty."""
         if self.kind not in _REMEDIES or self._is_fair():
-            return None
+            return ""
         if self.weighting.loss_reduction == "sum":
             remedy = _OF_MEANS
         elif self.divisors == (1, 1):
@@ -134,7 +132,7 @@ class _Comparison:
         else:
             remedy = _REMEDIES[self.kind]
         return (
-            f"The loss of {self._name} holds a sum of"
+            f"The loss of {self.name} holds a sum of"
             f" {'numbers' if self.kind == 'numbers' else 'cross-entropies'} that is divided by"
             f" {self.divisors[0]:g} in one micro-batch and by {self.divisors[1]:g} in another, where"
             f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are"
@@ -159,23 +157,19 @@ class _Comparison:
         is_whole = first == round(first) > 0 and second == round(second) > 0
         return is_whole and not is_constant and self.kind != "class weights"
 
-    def of_all_ranks(self) -> str | None:
-        """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ."""
+    def of_all_ranks(self) -> str:
+        """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ; else empty."""
         weighs_the_same = math.isclose(*self.divisors, rel_tol=_ROUNDING)
         counts_the_same = math.isclose(*self.counts, rel_tol=_ROUNDING)
         if self.kind != "all ranks" or counts_the_same or not weighs_the_same:
-            return None
+            return ""
         if self.weighting.loss_reduction == "sum":
-            return None
+            return ""
         unit = self.weighting.unit
         return (
-            f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's"
+            f"The loss of {self.name} is gathered from all ranks, with gradients, and each rank's"
             f" weighs the same, however many {unit}s it has: gradients are not those of one batch."
             f" Return this rank's loss, which the strategy weighs by its {unit}s (self.log(...,"
             " sync_dist=True) shows the mean over ranks). If each rank and each micro-batch shall weigh"
             " the same, pass per_token_loss=False."
         )
-
-    @property
-    def _name(self) -> str:
-        return type(self.module).__name__

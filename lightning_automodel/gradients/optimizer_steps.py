@@ -15,12 +15,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.whole_tensors import WholeSteps
-from lightning_automodel.gradients.windows import (
-    GradientWindows,
-    OneOptimizer,
-    optimizer_parameters,
-    unwrap,
-)
+from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
@@ -31,8 +26,7 @@ _ROUNDING = 1e-4  # of a gradient that each rank computes for itself, by kernels
 class OptimizerSteps:
     """Tells the windows of steps, ``zero_grad`` and toggling; refuses steps with gradients that are not final; clips.
 
-    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the
-    instances.
+    Torch has hooks for an optimizer's step, and none for ``zero_grad``, which is patched on the instances.
 
     Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded
     over. If a rank does not call, the others raise when the group's timeout ends.
@@ -80,7 +74,6 @@ class OptimizerSteps:
     def _dropping(
         self, zero_grad: Callable[..., None], parameters: Callable[[], list[nn.Parameter]]
     ) -> Callable[..., None]:
-        # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
             self._windows.drop(parameters())
@@ -222,8 +215,7 @@ class OptimizerSteps:
         methods = (own, plugin.clip_grad_by_norm, plugin.clip_grad_by_value)
         is_lightnings = all(torch_internals.defined_in(method, "lightning") for method in methods)
 
-        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are
-        # unscaled before. No bound method, which a copy of the plugin would follow to process groups.
+        # Lightning's own refuses fused optimizers, which unscale in the step: here gradients are unscaled.
         def clip_gradients(
             optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:

@@ -64,8 +64,7 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
             raise NotImplementedError(f"the placement {placement}")
         along.append(range(mesh.size(mesh_dim)))
         splits.append(Split(mesh_dim, tensor_dim, mesh.size(mesh_dim)))
-    # FSDP2 splits what tensor parallelism has left, though its dimensions of the mesh come first: torch
-    # notes it.
+    # FSDP2 splits what tensor parallelism has left, though its dimensions come first: torch notes it.
     splits.sort(key=lambda split: hasattr(placements[split.mesh_dim], "split_factor"))
     return Holders(splits, {int(mesh.mesh[coordinate]): coordinate for coordinate in product(*along)})
 

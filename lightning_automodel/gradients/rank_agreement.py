@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.gradients.rescale_clip import moved_without_waiting
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
@@ -55,8 +56,7 @@ class RankAgreement:
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
-        # On an accelerator, windows that were not compared yet: this rank's position, the sums and the number
-        # of ranks, and when these sums are there.
+        # Windows that were not compared yet: position, sums, number of ranks, and when the sums are there.
         self._unchecked: deque[tuple[Position, Tensor, int, torch.Event]] = deque()
 
     def sum_over_ranks(
@@ -72,10 +72,8 @@ class RankAgreement:
         for part in (*window.units, *own):
             number = (number * _FACTOR + part) % _MODULUS
         uses = [parameter in window.used for parameter in parameters]
-        # Pinned, so that the host need not wait until they are on an accelerator.
-        is_pinned = self._device.type != "cpu"
-        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
-        totals, others, num_ranks = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
+        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype)
+        totals, others, num_ranks = self._all_reduce(window.sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
         on_host = others[:2].to("cpu", non_blocking=True)
@@ -90,19 +88,19 @@ class RankAgreement:
         num_uses = zip(parameters, others[2:].tolist(), strict=True)
         return totals, [parameter for parameter, number in num_uses if number == 0]
 
-    def _all_reduce(self, sums: Tensor, numbers: Tensor, has_uses: bool) -> tuple[Tensor, Tensor, int]:
+    def _all_reduce(self, sums: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, int]:
         """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, the latter over how many ranks.
 
         A rank that has not used some parameters must know on the host whether another rank has used them. If
         this occurs in a run's first window, later windows sum ``numbers`` on the host, which waits for no
         device. Otherwise that rank reads the device.
         """
-        if self._sums_uses_on_host and has_uses:
+        if self._sums_uses_on_host and len(numbers) > 2:
             dist.all_reduce(sums, group=self._group)
             dist.all_reduce(numbers, group=self._host_group)
             self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
             return sums, numbers, self._host_group.size()
-        both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
+        both = torch.cat([sums, moved_without_waiting(numbers, self._device)])
         if self._divisor > 1:
             dist.all_reduce(both, group=self._group)
         return both[:3], both[3:], self._group.size()

@@ -261,18 +261,17 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
-        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to
-        # zero.
+        # The square of a float32 above 1.8e19 overflows: an infinite norm would clip all gradients to zero.
         dtype = wide_dtype(grads[0].device)
         if foreach:
             norms = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             norms = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        total += _moved_without_waiting(torch.stack(norms).to(total.dtype), device).square().sum()
+        total += moved_without_waiting(torch.stack(norms).to(total.dtype), device).square().sum()
     return total
 
 
-def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
+def moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
     """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
     if numbers.device.type == "cpu" and device.type != "cpu":
         return numbers.pin_memory().to(device, non_blocking=True)

@@ -171,8 +171,7 @@ class TokenWeighting:
     ) -> Tensor:
         """[] the sum of token losses behind the loss of a micro-batch, at least float32: half would round the count.
 
-        ``divided_by`` is what Lightning has divided the loss by, before which ``aux_loss`` [] was added to
-        it.
+        ``divided_by`` is what Lightning has divided the loss by, after ``aux_loss`` [] was added to it.
         """
         if aux_loss is not None:
             loss = loss - aux_loss / divided_by
@@ -272,8 +271,7 @@ def check_range(count: float, source: str = "the number of label tokens") -> Non
 def count_samples(batch: Any) -> int:
     """Rows of a batch: the first dimension of its tensors, which must agree in it.
 
-    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing
-    else.
+    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest: 1 if these are all.
     """
     tensors = tensors_in(batch)
     sizes = [
@@ -305,8 +303,7 @@ def sums_of(objective: Tensor, count: Count) -> Tensor:
     """[3] label tokens, sum of losses and 1: what a micro-batch adds to its window, in float64 (exact up to 2**53).
 
     ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A
-    negative count on an accelerator, which nobody has read, becomes NaN, and so do the gradients of its
-    window.
+    negative count on an accelerator, which nobody has read, becomes NaN, as do gradients of its window.
     """
     loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
     if isinstance(count, Tensor):

@@ -8,8 +8,7 @@ During its arithmetic those that are stepped whole are replaced by stand-ins, ea
     step             the optimizer sees whole tensors, and its state is the owner's
     to the holders   the new weights
 
-The step is the same function of the same gradients as in one process, for an optimizer that steps each
-parameter by itself.
+For an optimizer that steps each parameter by itself, the step is that of one process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -276,8 +275,7 @@ class WholeSteps:
 def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
     """Make the states of a parameter whole on its owner, and drop them elsewhere.
 
-    A state that was made before the first step, or loaded by the user's code, may be sharded: then a
-    collective.
+    A collective if a state is sharded, as one that was made before the first step, or loaded by the user.
     """
     for optimizer in optimizers:
         state = optimizer.state.get(whole.parameter)

@@ -49,8 +49,7 @@ class BackwardPass:
         window: The window that it adds to.
         ends: Whether the window ends with it. The same on all ranks.
         is_padding: Whether its micro-batch is a padding batch, in which no parameter counts as used.
-        final: Parameters whose gradients are final after it, in one order on all ranks; empty unless the window
-            ends.
+        final: Parameters whose gradients are final after it, in one order on all ranks; none in mid-window.
         frozen: Parameters that earlier backwards of the open windows have trained, and this one does not.
         older_gradients: By parameter, what ``.grad`` held before it.
         zero_filled: Parameters that the engine gives a zero gradient even if no rank has used them, where one process

@@ -184,14 +184,13 @@ def patch_unscaling(
     scaler: GradScaler,
     device: torch.device,
     is_checked: dict[Optimizer, bool],
-    agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]],
+    agree: Callable[[Tensor], Tensor],
     patches: PatchStack,
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
     ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow
-    was looked for since. ``agree`` combines what ranks have found, by device: a collective where
-    gradients are sharded.
+    was looked for since. ``agree`` combines what ranks have found: a collective where gradients are sharded.
     """
 
     @torch.no_grad()
@@ -219,8 +218,8 @@ def patch_unscaling(
                 part.div_(scale.to(part.device))
         values = [part.coalesce().values() if part.is_sparse else part for part in parts]
         largest = get_total_norm([value for value in values if value.numel() > 0], torch.inf)
-        found = (~largest.isfinite()).float()
-        state["found_inf_per_device"] = agree({found.device: found})
+        found = agree((~largest.isfinite()).float())
+        state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
         is_checked[optimizer] = True
 

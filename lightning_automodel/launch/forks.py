@@ -89,8 +89,7 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         """Run ``function`` as a rank. On Linux, torch interrupts it if the launching process ends."""
         self._is_worker = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler is that of the launching process
-        # OpenMP's threads do not survive a fork: this process would wait forever for those that its
-        # parent used.
+        # OpenMP's threads do not survive a fork: this process would wait forever for those of its parent.
         torch.set_num_threads(1)
         try:
             # `trainer.fit` or its like calls this launcher again, and `on_exception` hooks.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -26,10 +27,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """
 
     def __init__(
-        self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int
+        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, supervisor: Supervisor
     ) -> None:
-        assert strategy.cluster_environment is not None
-        super().__init__(strategy.cluster_environment, num_processes, num_nodes)
+        super().__init__(environment, num_processes, num_nodes)
         self._supervisor = supervisor
 
     @property
@@ -98,7 +98,7 @@ def make_launcher(
     assert environment is not None
     if start_method == "fork" and not environment.creates_processes_externally:
         return ForkLauncher(strategy, supervisor)
-    launcher = SubprocessLauncher(strategy, supervisor, num_processes, num_nodes)
+    launcher = SubprocessLauncher(environment, num_processes, num_nodes, supervisor)
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning's own message would recommend its own strategies.
         raise MisconfigurationException(

@@ -42,11 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_automodel.plan", description=__doc__)
     add = parser.add_argument
-    add(
-        "build",
-        metavar="module:function",
-        help="returns (LightningModule, batch of one micro-batch)",
-    )
+    add("build", metavar="module:function", help="returns (LightningModule, batch of one micro-batch)")
     add("--world-size", type=int, required=True, help="ranks of the run")
     add("--ranks-per-node", type=int, default=8, help="devices of a node (%(default)s)")
     add("--micro-batches", type=int, help="of one optimizer step, all ranks together (the world size)")

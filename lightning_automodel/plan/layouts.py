@@ -4,7 +4,7 @@ from collections import Counter
 
 from lightning_automodel.distributed.mesh import resolve_sizes
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.recording import CannotPlanError, PlannedBatch
+from lightning_automodel.plan.recording import PlannedBatch
 
 _BytesByUnit = Counter[int | None]
 
@@ -18,8 +18,7 @@ class Plan:
     Attributes:
         memory: Bytes by their content when memory is fullest; ``high_water`` is their sum.
         state: Bytes of parameters, gradients and optimizer state, on the device or the host.
-        sent: Number of collectives in a step by (group, kind, bytes); bytes are the larger of input and
-            output.
+        sent: Number of collectives in a step by (group, kind, bytes), which are those of the larger side.
         groups: Ranks of each group, and how many of them are on one node.
     """
 
@@ -32,27 +31,17 @@ class Plan:
         ranks_per_node: int,
         is_host: bool = False,
     ) -> None:
-        if options.data_parallel != "fsdp2":
-            raise CannotPlanError(
-                f"data_parallel={options.data_parallel!r} is not planned, only sharded layouts are: pass"
-                " data_parallel='fsdp2'. A replica holds what a rank of 1 x 1 holds, and its gradients once more."
-            )
         self.micro = micro
         self.options = options
         self.accumulate = accumulate
         self.is_host = is_host
-        tensor = options.tensor_parallel_size
-        context = options.context_parallel_size
         self.sizes = resolve_sizes(
-            data_parallel=options.data_parallel,
-            data_parallel_size=options.data_parallel_size,
-            data_parallel_replicate_size=options.data_parallel_replicate_size,
-            tensor_parallel_size=tensor,
-            context_parallel_size=context,
+            data_parallel="fsdp2",
             world_size=world_size,
             num_nodes=-(-world_size // ranks_per_node),
+            **options.sizes(),
         )
-        self._shards = self.sizes.shard * context
+        self._shards = self.sizes.shard * self.sizes.context
         self._frees = bool(options.reshard_during_accumulation)
         # On one rank the strategy has nothing to defer.
         self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
@@ -65,12 +54,11 @@ class Plan:
         self.sent = self._count()
 
     def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
-        tensor = self.options.tensor_parallel_size
-        # Ranks of each group, and the distance between them: tensor peers are the closest, then context
-        # peers, then shards.
+        tensor = self.sizes.tensor
+        # Ranks of each group, and their distance: tensor peers are closest, then context peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
-            "context": (self.options.context_parallel_size, tensor),
+            "context": (self.sizes.context, tensor),
             "shard": (self._shards, tensor),
             "replicate": (self.sizes.replicate, tensor * self._shards),
             "tokens": (self.sizes.divisor, tensor),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection, move_data_to_device
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -159,9 +159,12 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedB
             module, batch = build()
             lightning_internals.set_device_mesh(module, mesh)
             module.configure_model()
-        _check_planned(module, options)
+        if not module.automatic_optimization:
+            raise CannotPlanError(
+                "manual optimization is not planned: let build() return a module without it."
+            )
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
-        batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda leaf: leaf.to("meta")))
+        batch = plugin.convert_input(move_data_to_device(batch, torch.device("meta")))
         with _explained("configure_optimizers"):
             micro.state = _optimizer_state(module)
         sliced: Any = None
@@ -185,17 +188,6 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedB
             "attention stays within a slice: call lightning_automodel.context_parallel_attention."
         )
     return micro
-
-
-def _check_planned(module: pl.LightningModule, options: StrategyOptions) -> None:
-    if not module.automatic_optimization:
-        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
-    if options.expert_parallel_size > 1:
-        raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the"
-            " experts of a rank depends on values, which the meta device lacks. Plan with"
-            " expert_parallel_size=1, and try sizes on the machines."
-        )
 
 
 @contextmanager

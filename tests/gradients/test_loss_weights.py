@@ -92,17 +92,17 @@ SAID: dict[str, Case] = {
 @pytest.mark.parametrize(("loss_shift", "given"), [(1, 0), (0, 1), (0, 0), (1, 1)])
 def test_a_shift_is_told(loss_shift: int, given: int) -> None:
     """A step that shifts its labels itself, or does not, while the other is counted."""
-    told: list[str | None] = []
-    looks = FirstLooks()
+    told: list[str] = []
+    weighting = TokenWeighting(label_shift=given)
+    looks = FirstLooks(LightningModule(), weighting)
     for num_rows in (1, 2):
         for rows in (ONE[:3], OTHER[:2]):
             labels = rows.abs().repeat(num_rows, 1)
             loss = ce(labels[:, loss_shift:].flatten())
-            weighting = TokenWeighting(label_shift=given)
-            told.append(looks.advice(LightningModule(), weighting, loss, labels[:, given:].numel(), 1))
-    assert [
-        "needs label_shift=1, any other needs label_shift=0" in text for text in told if text is not None
-    ] == [True] * (loss_shift != given)
+            told.append(looks.advice(loss, labels[:, given:].numel(), 1))
+    assert ["needs label_shift=1, any other needs label_shift=0" in text for text in told if text] == [
+        True
+    ] * (loss_shift != given)
 
 
 @pytest.mark.parametrize(("options", "loss", "count", "said"), SAID.values(), ids=SAID)
@@ -117,14 +117,12 @@ def test_a_count_that_contradicts_the_loss_is_told(
     as_tensor: bool,
 ) -> None:
     """Once, and in words of what the loss does."""
-    told: list[str | None] = []
-    looks = FirstLooks()
-    module = LightningModule()
+    told: list[str] = []
+    looks = FirstLooks(LightningModule(), TokenWeighting(**options))
     for labels in (ONE, OTHER, OTHER, ONE, OTHER):
         number = torch.as_tensor(count(labels)) if as_tensor else float(count(labels))
-        weighting = TokenWeighting(**options)
-        told.append(looks.advice(module, weighting, loss(labels) / accumulate, number, accumulate))
-    found = [text for text in told if text is not None]
+        told.append(looks.advice(loss(labels) / accumulate, number, accumulate))
+    found = list(filter(None, told))
     assert len(found) == (said is not None)
     if said is not None:
         assert said in found[0]
@@ -132,13 +130,11 @@ def test_a_count_that_contradicts_the_loss_is_told(
 
 def test_only_the_first_micro_batches_are_looked_at() -> None:
     """The host would wait for an accelerator."""
-    looks = FirstLooks()
-    module = LightningModule()
-    weighting = TokenWeighting(count_label_tokens=count_samples)
+    looks = FirstLooks(LightningModule(), TokenWeighting(count_label_tokens=count_samples))
     for _ in range(4):
-        looks.advice(module, weighting, weighted(ONE), 4, 1)
+        looks.advice(weighted(ONE), 4, 1)
     unread = torch.empty((), device="meta")
-    looks.advice(module, weighting, unread, unread, 1)
+    looks.advice(unread, unread, 1)
 
 
 # --- Losses of all ranks ----------------------------------------------------------------------------------------------

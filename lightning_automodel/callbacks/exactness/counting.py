@@ -53,11 +53,11 @@ class MicroBatch:
 class Counting:
     """Counts micro-batches by ``weighting``; if that is not given, by what their losses divide by, where they tell."""
 
-    def __init__(self, weighting: TokenWeighting, is_given: bool) -> None:
+    def __init__(self, module: pl.LightningModule, weighting: TokenWeighting, is_given: bool) -> None:
         self.weighting = weighting
         self._is_given = is_given
         self._by_graph = False
-        self._looks = FirstLooks(_LOOKS)
+        self._looks = FirstLooks(module, weighting, _LOOKS)
         self._advice = ""
         self._counted: list[MicroBatch] = []  # of all ranks
 
@@ -68,14 +68,14 @@ class Counting:
             return "loss term"
         return self.weighting.unit
 
-    def count(self, module: pl.LightningModule, batch: Any, output: Any, loss: Tensor) -> float:
+    def count(self, batch: Any, output: Any, loss: Tensor) -> float:
         """The count of a micro-batch of this rank; NaN without one."""
         try:
             count = float(self.weighting.count(batch, output))
         except (ValueError, TypeError):
             return math.nan
         if self._is_given:
-            self._advice = self._advice or self._looks.advice(module, self.weighting, loss, count, 1) or ""
+            self._advice = self._advice or self._looks.advice(loss, count, 1)
         return count
 
     def settle(self, window: list[MicroBatch]) -> bool:

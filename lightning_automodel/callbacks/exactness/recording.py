@@ -71,8 +71,7 @@ class Recorder:
         is_sharded: Whether an engine takes part in backwards.
         windows: Those that have begun; under another strategy by None.
         batches: By training step, its whole batch and the moment before it, pickled, where that is possible.
-        step_weights: By training step of manual optimization, those before it and after each step of an optimizer in
-            it.
+        step_weights: By step of manual optimization, those before it and after each optimizer step in it.
     """
 
     def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
@@ -138,7 +137,7 @@ class Recorder:
     def _before_backward(self, loss: Tensor, output: Any) -> None:
         """``loss`` [] comes next; ``output`` may hold its count."""
         self._num_backwards += 1
-        count = self.counting.count(self.module, self._batch, output, loss)
+        count = self.counting.count(self._batch, output, loss)
         value = float(loss.detach())
         self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, averaged_parts(loss))
         if self.run is not None or not loss.requires_grad:
