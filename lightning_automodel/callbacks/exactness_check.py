@@ -5,6 +5,7 @@ on; ``lockstep`` computes them again; ``counting`` tells what each should weigh,
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -97,6 +98,7 @@ class ExactnessCheck(Callback):
         self.verdict: str | None = None
         self.report = ""
         self.results: list[StepResult] = []
+        self._seconds = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,6 +138,7 @@ class ExactnessCheck(Callback):
         """Compare the windows that have ended."""
         if self.verdict:
             return
+        started_at = time.perf_counter()
         self._patches.restore()
         lockstep = self._lockstep
         ended = [window for window in lockstep.windows.values() if window.gradients is not None]
@@ -144,6 +147,7 @@ class ExactnessCheck(Callback):
             lockstep.take(window)
             if lockstep.turns:  # else no rank has computed a loss
                 self.results.append(compare(lockstep, asks_forwards=not self.results))
+        self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
@@ -162,7 +166,7 @@ class ExactnessCheck(Callback):
         self._patches.restore()
 
     def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:
-        self.verdict, lines = conclude(self.results, self._lockstep, reason)
+        self.verdict, lines = conclude(self.results, self._lockstep, self._seconds, reason)
         self.report = "\n  ".join(lines)
         del self._lockstep  # with batches, gradients and weights on the host
         if trainer.is_global_zero:

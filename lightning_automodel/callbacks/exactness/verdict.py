@@ -24,6 +24,7 @@ from lightning_automodel.internals import torch as torch_internals
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
+_COPIES = 5  # on the host: weights, and gradients of the run, of two replays and of a micro-batch
 _FACTOR = 4  # times the rounding that another order and scale show
 _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
@@ -233,7 +234,9 @@ def _explain(step: StepResult, lockstep: LockStep, factors: Tensor | None) -> st
 # --- In words ----------------------------------------------------------------------------------------------------
 
 
-def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tuple[str, list[str]]:
+def conclude(
+    steps: Sequence[StepResult], lockstep: LockStep, seconds: float, reason: str
+) -> tuple[str, list[str]]:
     """The verdict, EXACT only if every step was checked, and the lines of the report. A collective over the world.
 
     ``reason`` is that against a training of which no step was compared.
@@ -289,6 +292,11 @@ def conclude(steps: Sequence[StepResult], lockstep: LockStep, reason: str) -> tu
     for sampler in map(distributed_sampler, CombinedLoader(lockstep.trainer.train_dataloader).flattened):
         if sampler is not None and not isinstance(sampler.num_replicas, Ranks):
             lines.append(f"{repeats(sampler)}: one process takes each once, which these steps do not show.")
+    mib = sum(part.nbytes for part in lockstep.weights.values()) / 2**20
+    lines.append(
+        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
+        f" {_COPIES * mib:.3g} MiB and its micro-batches."
+    )
     return verdict, lines
 
 
