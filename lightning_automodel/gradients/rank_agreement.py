@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import Placement
-from lightning_automodel.gradients.rescale_clip import moved_without_waiting
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
@@ -72,7 +71,9 @@ class RankAgreement:
         for part in (*window.units, *own):
             number = (number * _FACTOR + part) % _MODULUS
         uses = [parameter in window.used for parameter in parameters]
-        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype)
+        # Pinned, so that the host need not wait until they are on an accelerator.
+        is_pinned = self._device.type != "cpu"
+        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
         totals, others, num_ranks = self._all_reduce(window.sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
@@ -100,7 +101,7 @@ class RankAgreement:
             dist.all_reduce(numbers, group=self._host_group)
             self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
             return sums, numbers, self._host_group.size()
-        both = torch.cat([sums, moved_without_waiting(numbers, self._device)])
+        both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
         if self._divisor > 1:
             dist.all_reduce(both, group=self._group)
         return both[:3], both[3:], self._group.size()

@@ -267,11 +267,11 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             norms = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             norms = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        total += moved_without_waiting(torch.stack(norms).to(total.dtype), device).square().sum()
+        total += _moved_without_waiting(torch.stack(norms).to(total.dtype), device).square().sum()
     return total
 
 
-def moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
+def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
     """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
     if numbers.device.type == "cpu" and device.type != "cpu":
         return numbers.pin_memory().to(device, non_blocking=True)
