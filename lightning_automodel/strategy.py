@@ -762,7 +762,6 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_test_start(self) -> None:
         self._expect_barriers("run-stage")
-        self._required_run.engine.start_evaluation_loop()
 
     @override
     def on_predict_start(self) -> None:
@@ -787,7 +786,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         self.barrier("the end of an evaluation")
-        self._required_run.inputs.end_evaluation()
+        self._required_run.end_evaluation()
 
     @override
     def on_test_end(self) -> None:

@@ -346,7 +346,6 @@ class TrainingRun:
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.check_replicas()
         self.engine.synchronize_buffers()
-        self.engine.start_evaluation_loop()
 
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
@@ -364,7 +363,7 @@ class TrainingRun:
 
         @wraps(step)
         def evaluate(*args: Any) -> Any:
-            with self.engine.evaluation():
+            with self.engine.evaluation(self.inputs.find_leader):
                 args, attention = self.micro_batches.sliced(args, step.__name__)
                 if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
                     self.synchronize_metrics()
@@ -372,6 +371,10 @@ class TrainingRun:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
+
+    def end_evaluation(self) -> None:
+        """Raise RuntimeError, on every rank, if ranks have not evaluated alike. A collective."""
+        self.inputs.end_evaluation(self.engine.evaluated_units)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

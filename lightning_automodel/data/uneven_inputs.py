@@ -38,6 +38,7 @@ from lightning_automodel.data.samplers import (
 )
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import lightning as lightning_internals
 
 _TRAIN = "train"
@@ -285,7 +286,7 @@ class UnevenInputs:
         step: Callable[..., Any],
         args: tuple[Any, ...],
         begin: Callable[[], bool],
-        join: Callable[[], None],
+        join: Callable[[int], None],
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
@@ -298,18 +299,35 @@ class UnevenInputs:
         self._num_evaluated += 1
         self._begin_evaluated_batch(step.__name__, args)
         output = self._run_in_step(partial(step, *args))
-        while self._next.is_filler and self._next.ranks_without():
+        while self._next.is_filler and (leader := self._leader_of(self._next)) is not None:
             if stops:
                 raise lightning_internals.SIGTERMException
             self._next.sent = PendingGather(self._group, False)
             stops = begin()
             self._num_evaluated += 1
-            join()
+            join(leader)
         return output
 
-    def end_evaluation(self) -> None:
-        """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective."""
-        found = gather_objects(self._num_evaluated, self._group)
+    def find_leader(self) -> int | None:
+        """The first rank with data in this step of evaluation, if another one has none.
+
+        Waits until all have come to the end of the step before.
+        """
+        return self._leader_of(self._handle)
+
+    def _leader_of(self, handle: BatchHandle) -> int | None:
+        ended = handle.ranks_without()
+        return min(set(range(self._group.size())) - set(ended)) if ended else None
+
+    def end_evaluation(self, units: int) -> None:
+        """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective.
+
+        And unless they have gathered the same ``units``, of which this number tells.
+        """
+        gathered = gather_objects((self._num_evaluated, units), self._group)
+        found = [number for number, _ in gathered]
+        if len(set(gathered)) > len(set(found)):
+            raise RuntimeError(DIFFERENT_UNITS)
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"

@@ -119,9 +119,7 @@ class Watch(Heart):
         RankFailedError as in :meth:`await_end_of_training`.
         """
         self.record.pauses = True
-        self.meet(
-            f"the validation after training {self.record.training}", self.ranks, False, self._timeout_s
-        )
+        self.meet(f"on_validation_start {self.record.training}", self.ranks, False, self._timeout_s)
         self._begin_training()
 
     def _begin_training(self) -> None:

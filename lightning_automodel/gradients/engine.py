@@ -189,15 +189,23 @@ class Engine:
     def stepped(self) -> None:
         """An optimizer has written weights."""
 
-    def start_evaluation_loop(self) -> None:
-        """Called before an evaluation or prediction begins. May be a collective over the data-parallel group."""
+    def evaluation(self, find_leader: Callable[[], int | None]) -> AbstractContextManager[None]:
+        """Context of a step of evaluation or prediction; after it, a callback may swap weights.
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Context of a step of evaluation or prediction; after it, a callback may swap weights."""
+        ``find_leader`` returns the first rank with data, where another one joins this step without; else None.
+        """
         return nullcontext()
 
-    def join_evaluation(self) -> None:
-        """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
+    def join_evaluation(self, leader: int) -> None:
+        """Take part in the collectives of other ranks' evaluation step, without data, as the ``leader`` does.
+
+        A collective.
+        """
+
+    @property
+    def evaluated_units(self) -> int:
+        """A number of the units that evaluation has gathered, in their order; 0 without units."""
+        return 0
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""

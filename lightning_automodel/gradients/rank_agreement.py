@@ -11,8 +11,8 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
-    "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
-    " parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
+    "Ranks have used different FSDP units in the forwards of one accumulation window, or evaluation, so one rank"
+    " gets the parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
     " that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which makes one"
     " unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
     " ddp_kwargs={'find_unused_parameters': True}."

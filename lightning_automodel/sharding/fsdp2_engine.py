@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class FSDP2Engine(FSDP2Window):
         self._report = report
         self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
-        self._gathers = JoinedGathers([unit.module for unit in self.units])
+        self._gathers = JoinedGathers([unit.module for unit in self.units], placement.host_group)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
         self._buffers = SharedBuffers(module, mesh.group, placement.device)
 
@@ -61,17 +61,18 @@ class FSDP2Engine(FSDP2Window):
         self._buffers.synchronize()
 
     @override
-    def start_evaluation_loop(self) -> None:
-        self._gathers.start_loop()
-
-    @override
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        with self.evaluating(), self._gathers.step():
+    def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
+        with self.evaluating(), self._gathers.step(find_leader()):
             yield
 
+    @property
     @override
-    def join_evaluation(self) -> None:
+    def evaluated_units(self) -> int:
+        return self._gathers.number
+
+    @override
+    def join_evaluation(self, leader: int) -> None:
         if self._mesh.sizes.expert > 1:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
@@ -81,7 +82,7 @@ class FSDP2Engine(FSDP2Window):
                 " DistributedSampler with drop_last=True."
             )
         with self.evaluating():
-            self._gathers.join()
+            self._gathers.join(leader)
 
     @override
     def close(self) -> None:

@@ -3,15 +3,20 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots
+
+_STEP_ENDS = -1
+"""Told in place of the number of a unit."""
 
 
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
@@ -35,40 +40,53 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
 
 
 class JoinedGathers:
-    """Records which units an evaluation step gathers, so that a rank without data can take part in these gathers.
+    """Lets a rank without data take part in what others gather in an evaluation step, and tells what was gathered.
 
-    No user code runs on that rank: nothing is logged, counted or drawn at random there.
+    In such a step the first rank with data, its leader, tells all ranks over the host ``group`` which unit it gathers
+    next. No user code runs on the rank without data: nothing is logged, counted or drawn at random there.
+
+    Attributes:
+        number: Of all units that were gathered in evaluation, in their order: equal where ranks have gathered alike.
     """
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
+    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         self._units = units
-        self._steps: list[list[FSDPModule]] = []  # what the last two have gathered
-
-    def start_loop(self) -> None:
-        """Begin an evaluation loop: earlier gathers do not apply to it."""
-        self._steps = []
+        self._group = group
+        self.number = 0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Context of a step of this rank, which begins with everything sharded."""
-        gathered: list[FSDPModule] = []
-        self._steps = [*self._steps[-1:], gathered]
-        with PatchStack() as patches:  # not for longer, since training gathers the same units
-            for unit in self._units:
-                fsdp2.note_all_gathers(unit, partial(gathered.append, unit), patches)
-            yield
+    def step(self, leader: int | None) -> Iterator[None]:
+        """Context of a step of this rank, which begins with everything sharded. A collective if there is a ``leader``.
 
-    def join(self) -> None:
-        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
-
-        Raises RuntimeError if this rank's last two steps gathered different parameters: which would be next?
+        Raises RuntimeError if the leader gathers other units.
         """
-        if self._steps[:1] != self._steps[-1:]:
-            raise RuntimeError(
-                "This rank has evaluated all its data, and other ranks have not. It cannot take part in what"
-                " they gather, since its own last two steps gathered different parameters: give all ranks"
-                " equally many batches, for example by a sampler that repeats samples."
-            )
-        for unit in chain(*self._steps[-1:]):
-            unit.unshard()
-            unit.reshard()
+
+        def agree(index: int) -> None:
+            if leader is not None and self._told(leader, index) != index:
+                raise RuntimeError(DIFFERENT_UNITS)
+
+        def gather_next(index: int) -> None:
+            agree(index)
+            self._note(index)
+
+        with PatchStack() as patches:  # not for longer, since training gathers the same units
+            for index, unit in enumerate(self._units):
+                fsdp2.note_all_gathers(unit, partial(gather_next, index), patches)
+            yield
+        agree(_STEP_ENDS)
+
+    def join(self, leader: int) -> None:
+        """Take part in a step of other ranks, by gathering what its ``leader`` gathers. A collective."""
+        while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
+            self._note(index)
+            self._units[index].unshard()
+            self._units[index].reshard()
+
+    def _note(self, index: int) -> None:
+        self.number = hash((self.number, index))
+
+    def _told(self, leader: int, own: int) -> int:
+        """What the leader tells, which this rank tells if it is the leader. A collective over the group."""
+        told = torch.tensor(own, device="cpu")
+        dist.broadcast(told, leader, self._group)
+        return int(told)

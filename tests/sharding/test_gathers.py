@@ -1,0 +1,109 @@
+"""What ranks gather in evaluation: one without data follows those with some, and other units are never mixed up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.runs import make_trainer
+
+
+class Block(nn.Linear):
+    """A unit; all have the same shape, so that their parameters could be mixed up."""
+
+
+class Routed(LightningModule):
+    """Evaluates each row by the blocks that `route` tells by its batch, and notes what comes out."""
+
+    def __init__(self, route: Callable[[int, int], list[int]]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(4, 4, dtype=torch.float64) for _ in range(3))
+        self.route = route
+        self.results: dict[int, Tensor] = {}
+
+    def forward(self, row: int, batch_idx: int) -> Tensor:
+        value = torch.linspace(-1, 1, 4, dtype=torch.float64) * (row + 1)
+        for index in self.route(row, batch_idx):
+            value = torch.tanh(self.blocks[index](value))
+        return value
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        row = int(batch)
+        self.results[row] = self(row, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(int(batch), batch_idx)
+
+
+def more_in_the_first(row: int, batch_idx: int) -> list[int]:
+    """As a step that samples, or draws images, once in an epoch."""
+    return [0, 1, 2, 1, 2, 0, 1] if batch_idx == 0 else [0, 1, 2]
+
+
+def in_turn(row: int, batch_idx: int) -> list[int]:
+    return [batch_idx % 3, 2]
+
+
+def others_in_the_fourth(row: int, batch_idx: int) -> list[int]:
+    return [1, 1, 0] if batch_idx == 3 else [0]
+
+
+def by_row(row: int, batch_idx: int) -> list[int]:
+    """As a head for each task: ranks need other units at a time."""
+    return [row % 3]
+
+
+def evaluate(route: Callable[[int, int], list[int]], num_rows: int, prefetch: int) -> dict[int, float]:
+    """Runs on every rank: how far its rows are off what the whole module gives."""
+    module = Routed(route)
+    whole = copy.deepcopy(module)
+    strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=prefetch)
+    trainer = make_trainer(strategy, use_distributed_sampler=True)
+    trainer.validate(module, DataLoader(range(num_rows), batch_size=1))
+    num_ranks = trainer.world_size
+    expected = {row: whole(row, row // num_ranks) for row in module.results}
+    return {row: float((module.results[row] - value).abs().max()) for row, value in expected.items()}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(
+    ("route", "num_rows"),
+    [(more_in_the_first, 3), (more_in_the_first, 5), (in_turn, 3), (in_turn, 7), (others_in_the_fourth, 7)],
+)
+def test_a_rank_without_data_gathers_what_others_do(
+    pool2: RankPool, route: Any, num_rows: int, prefetch: int
+) -> None:
+    """However the steps before differ from it."""
+    first, second = pool2.run(evaluate, route, num_rows, prefetch)
+    assert sorted(first | second) == list(range(num_rows))
+    assert max((first | second).values()) < 1e-14
+
+
+def predict(num_rows: int) -> None:
+    strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=0)
+    trainer = make_trainer(strategy, use_distributed_sampler=True)
+    trainer.predict(Routed(by_row), DataLoader(range(num_rows), batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("run", "args"), [(evaluate, (by_row, 8, 0)), (evaluate, (by_row, 7, 0)), (predict, (8,))]
+)
+@pytest.mark.every_case
+def test_other_units_on_each_rank_are_refused(pool2: RankPool, run: Any, args: Any) -> None:
+    """Whose parameters an all-gather of equal sizes would mix up."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(run, *args)
+    assert len(raised.value.failures) == 2
+    for failure in raised.value.failures.values():
+        assert "Ranks have used different FSDP units" in failure
