@@ -418,9 +418,7 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         if self.lightning_module is not None:  # a plain script may start the launcher by itself
-            # As under Lightning's strategies: code that is also run under DDP looks there whether to shard.
-            mesh = self._mesh.mesh if self._options.is_sharded else None
-            lightning_internals.set_device_mesh(self.lightning_module, mesh)
+            lightning_internals.set_device_mesh(self.lightning_module, self._mesh.mesh)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options

@@ -53,6 +53,12 @@ class BatchHandle:
         has_batch = self.sent.received()[:, 0]
         return (has_batch < has_batch.max()).nonzero()[:, 0].tolist()
 
+    def first_rank_with(self) -> int | None:
+        """The first rank that has such a batch, if another one has none; else None. Waits until all have drawn."""
+        if self.sent is None or not self.ranks_without():
+            return None
+        return int(self.sent.received()[:, 0].argmax())
+
 
 NO_BATCH = BatchHandle(is_filler=False)
 
@@ -221,18 +227,17 @@ class TrackedLoader(Wrapper):
                 )
             if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                padding = self._make_padding(batch, handle.ranks_without())
+                padding = self._make_padding(batch, handle.first_rank_with())
             if handle.is_filler:
                 batch = copy.deepcopy(padding)
             elif self.count_tokens is not None and batch is not None:
                 handle.count = self.count_tokens(batch)
             yield handle, batch
 
-    def _make_padding(self, batch: Any, ranks_without: list[int]) -> Any:
-        """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
+    def _make_padding(self, batch: Any, source: int | None) -> Any:
+        """A copy of an epoch's first ``batch``. A collective if some ranks have none: that of the ``source`` rank."""
         shared = [None if batch is _END else batch]
-        if ranks_without:
-            source = min(set(range(self._group.size())) - set(ranks_without))
+        if source is not None:
             dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
         return copy.deepcopy(shared[0])
 

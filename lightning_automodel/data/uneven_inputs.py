@@ -299,7 +299,7 @@ class UnevenInputs:
         self._num_evaluated += 1
         self._begin_evaluated_batch(step.__name__, args)
         output = self._run_in_step(partial(step, *args))
-        while self._next.is_filler and (leader := self._leader_of(self._next)) is not None:
+        while self._next.is_filler and (leader := self._next.first_rank_with()) is not None:
             if stops:
                 raise lightning_internals.SIGTERMException
             self._next.sent = PendingGather(self._group, False)
@@ -313,11 +313,7 @@ class UnevenInputs:
 
         Waits until all have come to the end of the step before.
         """
-        return self._leader_of(self._handle)
-
-    def _leader_of(self, handle: BatchHandle) -> int | None:
-        ended = handle.ranks_without()
-        return min(set(range(self._group.size())) - set(ended)) if ended else None
+        return self._handle.first_rank_with()
 
     def end_evaluation(self, units: int) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective.

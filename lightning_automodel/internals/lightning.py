@@ -69,7 +69,7 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
     patches.set(trainer._signal_connector, "_slurm_sigusr_handler_fn", lambda *_: ask_to_requeue())
 
 
-def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
     overwrite(module, "_device_mesh", mesh)
 

@@ -76,8 +76,7 @@ class ReturnsAuxLoss(ModelModule):
 
 class ShardsItself(ModelModule):
     def configure_model(self) -> None:
-        assert self.device_mesh is None, "as under Lightning's ddp"
-        fully_shard(self.model)
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
 class BackwardOfAVector(ModelModule):
