@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_automodel.data.batches import (
@@ -264,13 +265,12 @@ class UnevenInputs:
         return len(set(dist.get_process_group_ranks(group)) - set(handle.ranks_without()))
 
     def train(self, step: Callable[[], Any]) -> Any:
-        """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`.
-
-        Random numbers stay drawn: ranks that were seeded alike still draw alike, as which layers to drop.
-        """
-        if self.is_filler:
-            self._before_padding = ModuleState(self._trainer.lightning_module)
-        return self._run_in_step(step)
+        """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
+        if not self.is_filler:
+            return self._run_in_step(step)
+        self._before_padding = ModuleState(self._trainer.lightning_module)
+        with isolate_rng():
+            return self._run_in_step(step)
 
     def end_padding(self) -> None:
         """Restore what a step on a padding batch, or its backward, has changed in the module."""
