@@ -414,8 +414,9 @@ class FSDP2Window(PhasedEngine):
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
                 continue
-            others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self.tracked]
-            if others and fsdp2.holds_partial_reduction(group):
+            if fsdp2.holds_partial_reduction(group) and any(
+                p not in owned and p.sharded_param in self.tracked for p in group.fsdp_params
+            ):
                 raise RuntimeError(
                     "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
                     " the middle of a window whose replicas have not been added up:"

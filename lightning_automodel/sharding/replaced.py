@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.dtensor import plain_access, tree_map_only
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
@@ -23,9 +23,13 @@ class Replaced(nn.Parameter):
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        names: list[str] = []
+        tree_map_only(cls, lambda used: names.append(used.parameter_name), (args, kwargs))
         raise RuntimeError(
-            f"{cls.parameter_name} was used past the module: sharding has replaced this parameter, and"
+            f"{', '.join(names) or 'A parameter'} was used past the module: sharding has replaced this parameter, and"
             " something (a list, a dictionary, a closure) still holds what it was before. Take it from the"
             " module each time (self.weight, a property, or a module that is called), or pass"
             " data_parallel='ddp', which replaces nothing."
@@ -75,7 +79,9 @@ class ModuleParameters:
                 continue
             self._replaced.append((old, shard))
             old.data = old.new_empty(0)
-            old.__class__ = type("Replaced", (Replaced,), {"parameter_name": path})
+            replaced: Any = old
+            replaced.parameter_name = path
+            replaced.__class__ = Replaced
         self._before.clear()
 
     def give_shards(self, optimizer: Optimizer) -> None:
