@@ -23,13 +23,11 @@ class Replaced(nn.Parameter):
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, *call: Any, **_: Any) -> Any:
         names: list[str] = []
-        tree_map_only(cls, lambda used: names.append(used.parameter_name), (args, kwargs))
+        tree_map_only(cls, lambda used: names.append(used.parameter_name), call)
         raise RuntimeError(
-            f"{', '.join(names) or 'A parameter'} was used past the module: sharding has replaced this parameter, and"
+            f"{next(iter(names), 'A parameter')} was used past the module: sharding has replaced this parameter, and"
             " something (a list, a dictionary, a closure) still holds what it was before. Take it from the"
             " module each time (self.weight, a property, or a module that is called), or pass"
             " data_parallel='ddp', which replaces nothing."

@@ -82,17 +82,18 @@ def plan_sharding(
             large = [layer for layer in linear if layer.in_features * layer.out_features >= HEAD_ELEMENTS]
     found = [unit for unit in found if unit not in roots]
     places = _places(model, roots, {*found, *large})
+    apart = _apart(places)
     whole = _stay_whole(model, places, precision)
     # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
     # last, that of the embedding: after the whole backward, which then hides neither of them.
     heads = [
         layer
         for layer in large
-        if layer not in found and _is_apart(layer, places) and whole.isdisjoint(layer.parameters())
+        if layer not in found and layer in apart and whole.isdisjoint(layer.parameters())
     ]
     return ShardingPlan(
         roots,
-        units=[unit for unit in found if _is_apart(unit, places)],
+        units=[unit for unit in found if unit in apart],
         replicated={name for name, parameter in model.named_parameters() if parameter in whole},
         head=heads[0] if len(heads) == 1 else None,
     )
@@ -118,10 +119,10 @@ def _places(
     return places
 
 
-def _is_apart(module: nn.Module, places: Mapping[nn.Parameter, set[_Place]]) -> bool:
-    """Whether the parameters of ``module`` are reached through it alone, and in one root."""
-    of_all = {place for parameter in module.parameters() for place in places[parameter]}
-    return len(of_all) == 1 and of_all.pop()[1] is module
+def _apart(places: Mapping[nn.Parameter, set[_Place]]) -> set[nn.Module | None]:
+    """The units whose parameters are reached in one way, through them."""
+    found = {unit for ways in places.values() for _, unit in ways}
+    return found - {unit for ways in places.values() if len(ways) > 1 for _, unit in ways}
 
 
 def _stay_whole(
