@@ -742,7 +742,7 @@ class AutomodelStrategy(ParallelStrategy):
         run.engine.release()
         if self._supervisor.watch is not None:
             # A rank that stops alone would communicate with others' steps.
-            self._supervisor.watch.await_end_of_training()
+            self._supervisor.watch.await_end_of_training(validates=False)
         run.check_replicas()
         run.engine.synchronize_buffers()
 
@@ -754,7 +754,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._expect_barriers("run-stage")
         elif self._supervisor.watch is not None:
             # A rank that stops alone, or whose epoch has ended early, would communicate with others' steps.
-            self._supervisor.watch.await_validation()
+            self._supervisor.watch.await_end_of_training(validates=True)
         self._required_run.start_validation()
 
     @override

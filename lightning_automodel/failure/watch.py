@@ -105,25 +105,17 @@ class Watch(Heart):
             log.warning("Rank %s %s: all ranks stop after this step.", self.stop.asked_by, what)
         return is_last
 
-    def await_end_of_training(self) -> None:
-        """Wait until no rank trains any more. A meeting of all ranks.
+    def await_end_of_training(self, validates: bool) -> None:
+        """Wait until no rank trains any more: for good, or until all have run a validation. A meeting of all ranks.
 
         RankFailedError if a rank has failed, does not come, or takes further training steps.
         """
-        self._meet_at_end(f"the end of training {self.record.training}")
-        self._begin_training()
-
-    def await_validation(self) -> None:
-        """Wait until no rank trains, for a validation within the training. A meeting of all ranks.
-
-        RankFailedError as in :meth:`await_end_of_training`.
-        """
-        self.record.pauses = True
-        self.meet(f"on_validation_start {self.record.training}", self.ranks, False, self._timeout_s)
-        self._begin_training()
-
-    def _begin_training(self) -> None:
-        self.record.has_ended = False  # first: a record must never say that the next training has ended
+        at = "on_validation_start" if validates else "the end of training"
+        self.record.has_ended = not validates
+        self.record.pauses = validates
+        self.meet(f"{at} {self.record.training}", self.ranks, False, self._timeout_s)
+        # The number comes last: a record must never say that the next training has ended.
+        self.record.has_ended = False
         self.record.pauses = False
         self.record.training += 1
 
@@ -132,14 +124,11 @@ class Watch(Heart):
 
         RankFailedError if a rank has failed, or does not come.
         """
-        asked = self._meet_at_end("the end of the run", self.stop.is_asked_here)
+        self.record.has_ended = True
+        asked = self.meet("the end of the run", self.ranks, self.stop.is_asked_here, self._timeout_s)
         self.leave()
         linger(self.store, "end", self.rank, self.ranks, LINGER_S)
         return asked
-
-    def _meet_at_end(self, at: str, value: bool = False) -> list[bool]:
-        self.record.has_ended = True
-        return self.meet(at, self.ranks, value, self._timeout_s)
 
     def note_raised(self, exception: BaseException) -> None:
         """Let the record tell from now on what the main thread has raised, and where."""
