@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class LoaderWorkers:
         self._rank = trainer.global_rank
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._signals = {signal.SIGTERM, getattr(environment, "requeue_signal", signal.SIGTERM)}
-        self._loaders: WeakSet[Any] = WeakSet()  # those loaded anew are not kept
+        self._loaders: WeakSet[DataLoader[Any]] = WeakSet()  # those loaded anew are not kept
 
     def take(self, loader: Any) -> None:
         """Let the workers that ``loader`` starts from now on outlive the signals."""
-        own = getattr(loader, "worker_init_fn", None)
-        if getattr(loader, "num_workers", 0) > 0 and not isinstance(own, WorkerInit):
-            loader.worker_init_fn = WorkerInit(own, self._rank, self._signals)
+        if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+            return
+        if not isinstance(loader.worker_init_fn, WorkerInit):
+            loader.worker_init_fn = WorkerInit(loader.worker_init_fn, self._rank, self._signals)
             self._loaders.add(loader)
 
     def close(self) -> None:
