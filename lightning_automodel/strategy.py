@@ -53,7 +53,6 @@ from typing_extensions import override
 
 from lightning_automodel.advice import Advice, stop_iteration_error, summary
 from lightning_automodel.checkpoint import CheckpointLoader, CheckpointSaver, NamedOptimizer
-from lightning_automodel.data.batches import unwrap_loader
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
@@ -604,7 +603,6 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         processed = self._run.inputs.process(dataloader)
-        self._run.workers.take(unwrap_loader(processed))
         if self._resume is None:
             return processed
         return self._resume.loaders.take(processed)

@@ -19,7 +19,6 @@ from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.data.workers import LoaderWorkers
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
@@ -67,7 +66,6 @@ class TrainingRun:
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
         inputs: The data of ranks with unequal amounts.
-        workers: Of its loaders.
         micro_batches: Runs training steps and backwards.
     """
 
@@ -178,8 +176,6 @@ class TrainingRun:
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
-        self.workers = LoaderWorkers(module.trainer)
-        self.patches.callback(self.workers.close)
         log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
         if host_group.size() > 1:
             lightning_internals.reduce_metrics_in_one_order(module.trainer, self.patches)
