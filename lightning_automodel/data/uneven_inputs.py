@@ -315,21 +315,21 @@ class UnevenInputs:
         """
         return self._handle.first_rank_with()
 
-    def end_evaluation(self, units: int) -> None:
+    def end_evaluation(self, units: tuple[int, int]) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective.
 
-        And unless they have gathered the same ``units``, of which this number tells.
+        And unless ranks that gather together have gathered alike: ``units`` are :attr:`.Engine.evaluated_units`.
         """
-        gathered = gather_objects((self._num_evaluated, units), self._group)
-        found = [number for number, _ in gathered]
-        if len(set(gathered)) > len(set(found)):
-            raise RuntimeError(DIFFERENT_UNITS)
+        told = gather_objects((self._num_evaluated, units), self._group)
+        found = [number for number, _ in told]
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"
                 " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
                 " iterator anew where it ends."
             )
+        if len({units for _, units in told}) > len({first for _, (first, _) in told}):
+            raise RuntimeError(DIFFERENT_UNITS)
 
     def _begin_evaluated_batch(self, step: str, args: tuple[Any, ...]) -> None:
         """Note the batch that ``step`` is about to evaluate, and the next one, where ranks may have unequally many.

@@ -203,9 +203,9 @@ class Engine:
         """
 
     @property
-    def evaluated_units(self) -> int:
-        """A number of the units that evaluation has gathered, in their order; 0 without units."""
-        return 0
+    def evaluated_units(self) -> tuple[int, int]:
+        """The first of the ranks that gather together, and a number of the units that evaluation has gathered so far."""
+        return 0, 0
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""

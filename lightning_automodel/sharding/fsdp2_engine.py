@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import Placement
@@ -68,8 +69,9 @@ class FSDP2Engine(FSDP2Window):
 
     @property
     @override
-    def evaluated_units(self) -> int:
-        return self._gathers.number
+    def evaluated_units(self) -> tuple[int, int]:
+        mesh = self._mesh.fsdp
+        return min(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))), self._gathers.number
 
     @override
     def join_evaluation(self, leader: int) -> None:

@@ -63,11 +63,18 @@ def by_row(row: int, batch_idx: int) -> list[int]:
     return [row % 3]
 
 
-def evaluate(route: Callable[[int, int], list[int]], num_rows: int, prefetch: int) -> dict[int, float]:
+def by_replica(row: int, batch_idx: int) -> list[int]:
+    """Of four ranks, the two of a replica gather the same."""
+    return [row % 4 // 2]
+
+
+def evaluate(
+    route: Callable[[int, int], list[int]], num_rows: int, prefetch: int, **options: Any
+) -> dict[int, float]:
     """Runs on every rank: how far its rows are off what the whole module gives."""
     module = Routed(route)
     whole = copy.deepcopy(module)
-    strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=prefetch)
+    strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=prefetch, **options)
     trainer = make_trainer(strategy, use_distributed_sampler=True)
     trainer.validate(module, DataLoader(range(num_rows), batch_size=1))
     num_ranks = trainer.world_size
@@ -88,6 +95,12 @@ def test_a_rank_without_data_gathers_what_others_do(
     first, second = pool2.run(evaluate, route, num_rows, prefetch)
     assert sorted(first | second) == list(range(num_rows))
     assert max((first | second).values()) < 1e-14
+
+
+def test_replicas_may_gather_other_units(pool4: RankPool) -> None:
+    for found in pool4.run(evaluate, by_replica, 8, 0, data_parallel_replicate_size=2):
+        assert len(found) == 2
+        assert max(found.values()) < 1e-14
 
 
 def predict(num_rows: int) -> None:
