@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def evaluated_units(self) -> tuple[int, int]:
-        """The first of the ranks that gather together, and a number of the units that evaluation has gathered so far."""
+        """The first of the ranks that gather together, and a number of the units that evaluation has gathered."""
         return 0, 0
 
     def synchronize_buffers(self) -> None:
