@@ -183,7 +183,8 @@ class RankPool:
             return pickle.loads(rank.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             rank.process.join(GRACE_AFTER_FAILURE_S)
-            output = rank.log.read_text(errors="replace")[-2000:] if rank.log.exists() else ""
+            # The stack of a crash is long, and begins with the newest call.
+            output = rank.log.read_text(errors="replace")[-8000:] if rank.log.exists() else ""
             return Answer(
                 error=f"the process died with exit code {rank.process.exitcode}\n{output}", has_died=True
             )
