@@ -311,7 +311,7 @@ class UnevenInputs:
     def find_leader(self) -> int | None:
         """The first rank with data in this step of evaluation, if another one has none.
 
-        Waits until all have come to the end of the step before.
+        Waits until all have begun the step before.
         """
         return self._handle.first_rank_with()
 

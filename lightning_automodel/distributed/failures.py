@@ -41,9 +41,7 @@ class Record:
     position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there
     stood_s: float = 0.0  # for how long it has been in this hook without beginning a step
-    training: int = (
-        1  # which stretch of training of the run it is in, or has ended: until a validation, or for good
-    )
+    training: int = 1  # which stretch of training it is in, or has ended: validations and tuners part them
     has_ended: bool = False  # whether it waits for the others at the end of its training or run
     pauses: bool = False  # whether it waits for the others before a validation within its training
     step: int = 0  # the newest training step that it began
