@@ -1,5 +1,6 @@
 """One micro-batch, from the batch that a training step gets to the backward whose gradients a window keeps."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -194,7 +195,8 @@ class MicroBatches:
         if self._looks.left or is_first_window:
             self.advice.about_half_precision(loss)
             if aux_loss is None:
-                self.advice.say_once(self._looks.advice(loss, count, divided_by))
+                # On whatever rank sees it: another one may count as much in each micro-batch.
+                self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
 
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
@@ -227,7 +229,7 @@ class MicroBatches:
         engine.user_backward_returned(not windows.open_windows)
         report = windows.last_step
         if is_first_window and backward.ends and report is not None:
-            self.advice.say_once(self._looks.advice_after(report))
+            self.advice.say_once(self._looks.advice_after(report), warnings.warn)
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:

@@ -67,6 +67,9 @@ FOUND = {
     "loss_of_all_ranks_that_count_otherwise": Case(
         seed=195840, task="rows", num_batches=2, accumulation=(2,), over_ranks=True
     ),
+    "loss_of_all_ranks_whose_first_rank_counts_the_mean": Case(
+        seed=313475, accumulation=(3,), label_shift=1, over_ranks=True
+    ),
     "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
     "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
     "gradients_by_spread_experts": Case(
