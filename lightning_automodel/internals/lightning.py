@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from lightning_automodel.internals.dtensor import tree_map
+from lightning_automodel.internals.dtensor import tree_leaves
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
@@ -237,9 +237,7 @@ def metrics_in(module: LightningModule) -> dict[str, Metric]:
     if trainer.datamodule is not None:
         holders["data module"] = trainer.datamodule
     for path, holder in holders.items():
-        attributes: list[Any] = []
-        tree_map(attributes.append, vars(holder))
-        held = [value for value in attributes if isinstance(value, nn.Module)]
+        held = [value for value in tree_leaves(vars(holder)) if isinstance(value, nn.Module)]
         for number, part in enumerate(held):
             named |= part.named_modules(prefix=f"{path}[{number}]")
     # A submodule, which lies in a dict too, keeps its own name.

@@ -3,7 +3,6 @@
 import functools
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -27,15 +26,16 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
 
 
-def _caches(package: str) -> Iterator[Any]:
+def _caches(package: str) -> list[Any]:
     """Each ``lru_cache`` of a function or method in the modules of ``package`` that are loaded."""
     cache_type = type(functools.lru_cache(_caches))
-    for name, module in sys.modules.copy().items():
-        values = list(vars(module).values()) if name.startswith(package) else []
-        # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-        for cls in [value for value in values if issubclass(type(value), type)]:
-            values += [getattr(method, "__func__", method) for method in vars(cls).values()]
-        yield from (value for value in values if type(value) is cache_type)
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith(package)]
+    # Each once: modules import them from each other.
+    values = {id(value): value for module in modules for value in vars(module).values()}.values()
+    # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
+    classes = [value for value in values if issubclass(type(value), type)]
+    methods = [getattr(method, "__func__", method) for cls in classes for method in vars(cls).values()]
+    return [value for value in (*values, *methods) if type(value) is cache_type]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -213,7 +213,6 @@ class Resume:
         own = {
             "at": vars(at),
             "logged": logged,
-            "random": rng.global_states(self._device),
             "generators": {name: each.get_state() for name, each in rng.generators_of(self._module).items()},
             "loaders": self.loaders.positions(at),
             "buffers": snapshot.unsaved_buffers(self._module, self._first_buffers, self._holds_averages()),
@@ -223,7 +222,8 @@ class Resume:
             "own": self._run.state(),
             "seen": seen,
         }
-        return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        own = apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        return own | {"random": rng.global_states(self._device)}
 
     def _reset_next(self, at: loops.Position) -> set[int]:
         """Ids of the metrics that Lightning resets before another batch updates them."""
