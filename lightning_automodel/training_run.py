@@ -370,7 +370,8 @@ class TrainingRun:
 
     def end_evaluation(self) -> None:
         """Raise RuntimeError, on every rank, if ranks have not evaluated alike. A collective."""
-        self.inputs.end_evaluation(self.engine.evaluated_units)
+        self.inputs.end_evaluation(self.engine.collectives)
+        self.engine.end_evaluation()
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

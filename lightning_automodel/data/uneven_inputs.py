@@ -318,7 +318,7 @@ class UnevenInputs:
     def end_evaluation(self, units: tuple[int, int]) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective.
 
-        And unless ranks that gather together have gathered alike: ``units`` are :attr:`.Engine.evaluated_units`.
+        And unless ranks that gather together have gathered alike: ``units`` are :attr:`.Engine.collectives`.
         """
         told = gather_objects((self._num_evaluated, units), self._group)
         found = [number for number, _ in told]

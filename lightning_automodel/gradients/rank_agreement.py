@@ -11,11 +11,12 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
-    "Ranks have used different FSDP units in the forwards of one accumulation window, or evaluation, so one rank"
-    " gets the parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
-    " that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which makes one"
-    " unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
-    " ddp_kwargs={'find_unused_parameters': True}."
+    "Ranks have used different FSDP units in one accumulation window, or evaluation, so one rank gets the parameters"
+    " or gradients of another layer than it asks for. Layers that are dropped at random, and heads or experts that"
+    " only some ranks need, or of which a loss uses only some, must not be FSDP units of their own: pass"
+    " auto_wrap_policy=set(), which makes one unit of the model, or the classes of modules that contain them. Or pass"
+    " data_parallel='ddp' with ddp_kwargs={'find_unused_parameters': True}. Heads that all ranks run may stay units if"
+    " each loss depends on all of them: add 0 * output.sum() of the others."
 )
 """What ranks must do that use different units in one forward."""
 
@@ -34,16 +35,17 @@ other units, or the same in another order, almost always do."""
 
 
 class Position(NamedTuple):
-    """Where a rank ends a window: in which epoch, and with which batch of it."""
+    """Where a rank ends a window: in which epoch, with which batch of it, and after which collectives of its engine."""
 
     epoch: int
     batch: int
+    collectives: int
 
 
 class RankAgreement:
     """Sums up what ranks have in a window, and raises where they end it in different positions.
 
-    A position and the units are compared as one number, by its sum over ranks and the sum of its squares. On
+    A position is compared as one number, by its sum over ranks and the sum of its squares. On
     the host they are compared at once. On an accelerator the sums are read when the device has computed them,
     in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
     """
@@ -68,7 +70,7 @@ class RankAgreement:
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
         """
         number = 0
-        for part in (*window.units, *own):
+        for part in own:
             number = (number * _FACTOR + part) % _MODULUS
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.

@@ -21,7 +21,6 @@ class Window:
         ahead: If it was counted ahead: losses are divided by these totals, so that gradients are final at once.
         trained: Parameters that were trainable in any of its backwards. The same on all ranks.
         used: Parameters that this rank's losses depend on.
-        units: The numbers of the FSDP units that its forwards have used on this rank, in their order.
     """
 
     key: Optimizer | None
@@ -32,7 +31,6 @@ class Window:
     ahead: WindowTotals | None = None
     trained: set[nn.Parameter] = field(default_factory=set)
     used: set[nn.Parameter] = field(default_factory=set)
-    units: list[int] = field(default_factory=list)
 
     @property
     def owned(self) -> set[nn.Parameter]:

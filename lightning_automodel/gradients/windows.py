@@ -298,7 +298,8 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        totals, unused = self.agreement.sum_over_ranks(window, Position(epoch, batch), backward.zero_filled)
+        own = Position(epoch, batch, self.engine.collectives[1])
+        totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

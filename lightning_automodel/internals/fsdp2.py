@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -26,8 +25,6 @@ FSDPParam: TypeAlias = Any  # one parameter of such a group
 _IS_SHARDED = attrgetter("is_sharded")
 _IS_UNSHARDED = attrgetter("is_unsharded")
 _GATHER_RESULT = attrgetter("_all_gather_result")
-_CONTEXT = attrgetter("comm_ctx")
-_ORDER = attrgetter("post_forward_order")
 
 
 ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
@@ -114,12 +111,6 @@ def set_flags(flags: Mapping[FSDPParamGroup, Reductions | Resharding]) -> None:
     for group, values in flags.items():
         for name, value in zip(values._fields, values, strict=True):
             setattr(group, name, value)
-
-
-def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
-    """Those of ``groups`` whose forwards have run since the last backward, in their order, some more than once."""
-    shared_by_a_root = dict.fromkeys(map(_CONTEXT, groups))
-    return chain.from_iterable(map(_ORDER, shared_by_a_root))
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -227,16 +218,27 @@ def set_background_gathers(root: nn.Module, is_on: bool) -> None:
         overwrite(group, "unshard_async_op", is_on)
 
 
-def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
-    """Call ``note`` before each all-gather of ``unit``, for which FSDP2 has no hook."""
+def note_collectives(
+    unit: FSDPModule,
+    before_gather: Callable[[], None],
+    before_reduction: Callable[[], None],
+    patches: PatchStack,
+) -> None:
+    """Call functions before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks."""
 
-    def noting(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
-            note()
+            before_gather()
         unshard(*args, **kwargs)
 
+    def reduce(group: FSDPParamGroup, post_backward: Callable[..., None], *args: Any) -> None:
+        if group.reduce_grads:
+            before_reduction()
+        post_backward(*args)
+
     for group in param_groups(unit):
-        patches.set(group, "unshard", partial(noting, group, group.unshard))
+        patches.set(group, "unshard", partial(gather, group, group.unshard))
+        patches.set(group, "post_backward", partial(reduce, group, group.post_backward))
 
 
 class Unit:

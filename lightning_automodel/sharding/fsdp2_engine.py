@@ -12,7 +12,7 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
-from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
+from lightning_automodel.sharding.gathers import UnitCollectives, set_prefetch
 
 
 class FSDP2Engine(FSDP2Window):
@@ -38,7 +38,7 @@ class FSDP2Engine(FSDP2Window):
         self._report = report
         self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
-        self._gathers = JoinedGathers([unit.module for unit in self.units], placement.host_group)
+        self._collectives = UnitCollectives([unit.module for unit in self.units], placement.host_group)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
         self._buffers = SharedBuffers(module, mesh.group, placement.device)
 
@@ -64,14 +64,23 @@ class FSDP2Engine(FSDP2Window):
     @override
     @contextmanager
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
-        with self.evaluating(), self._gathers.step(find_leader()):
+        with self.evaluating(), self._collectives.step(find_leader()):
             yield
 
     @property
     @override
-    def evaluated_units(self) -> tuple[int, int]:
+    def collectives(self) -> tuple[int, int]:
         mesh = self._mesh.fsdp
-        return min(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))), self._gathers.number
+        return min(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))), self._collectives.number
+
+    @override
+    def end_evaluation(self) -> None:
+        self._collectives.number = 0
+
+    @override
+    def recover(self) -> None:
+        super().recover()
+        self._collectives.number = 0  # ranks may have failed in different places
 
     @override
     def join_evaluation(self, leader: int) -> None:
@@ -84,13 +93,14 @@ class FSDP2Engine(FSDP2Window):
                 " DistributedSampler with drop_last=True."
             )
         with self.evaluating():
-            self._gathers.join(leader)
+            self._collectives.join(leader)
 
     @override
     def close(self) -> None:
         try:
             super().close()
         finally:
+            self._collectives.close()
             if self._report["prefetch"]:
                 set_prefetch(self._module, 0, in_background=False)
 

@@ -130,10 +130,7 @@ class FSDP2Window(PhasedEngine):
         self._retain_unsharded = retain_unsharded
         self._num_comparisons_left = _NUM_COMPARISONS
         self._is_manual = is_manual
-        self.units = [
-            GatheredUnit(module, number, self)
-            for number, module in enumerate(fsdp2.fsdp_units(model), start=1)
-        ]
+        self.units = [GatheredUnit(module, self) for module in fsdp2.fsdp_units(model)]
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
         # Each with the parameter groups at or below it.
@@ -334,10 +331,6 @@ class FSDP2Window(PhasedEngine):
             self.track(window.trained)
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
-        # Later forwards of a window use what the first has gathered.
-        if not (window.units and self._retain_unsharded):
-            ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
-            window.units += [unit.number for unit in ran]
         if self._reductions is not Reductions.NONE:
             for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, backward.frozen)

@@ -61,16 +61,14 @@ class GatheredUnit(fsdp2.Unit):
     have followed them.
 
     Attributes:
-        number: Of the unit, from 1.
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
         copies: Of its parameters, the tensors that all gathers write to.
         noted: What was known of the copies when the shards last followed them.
         hook: Of its forwards.
     """
 
-    def __init__(self, module: FSDPModule, number: int, engine: PhasedEngine) -> None:
+    def __init__(self, module: FSDPModule, engine: PhasedEngine) -> None:
         super().__init__(module)
-        self.number = number
         self.engine = engine
         self._forward_versions: list[int] = []  # of the shards, before the newest forward
         # From now on the copies stay the same objects. FSDP2 accumulates into those of units that a window

@@ -1,4 +1,4 @@
-"""All-gathers ahead of the forward or backward that needs them, and on a rank without data that others need."""
+"""All-gathers ahead of what needs them, and on a rank without data that others need; and the order of collectives."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,20 +39,33 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     fsdp2.set_background_gathers(model, in_background)
 
 
-class JoinedGathers:
-    """Lets a rank without data take part in what others gather in an evaluation step, and tells what was gathered.
+class UnitCollectives:
+    """Notes in which order FSDP2 gathers and reduces ``units``, and lets a rank without data gather what others do.
 
-    In such a step the first rank with data, its leader, tells all ranks over the host ``group`` which unit it gathers
-    next. No user code runs on the rank without data: nothing is logged, counted or drawn at random there.
+    FSDP2 matches the collectives of ranks by their order alone: where ranks use different units, each gets parameters
+    or gradients of another layer than it asks for, without an error if layers have one shape.
+
+    In an evaluation step that a rank joins without data, the first rank with some, its leader, tells all ranks over the
+    host ``group`` which unit it gathers next. No user code runs on the rank without data: nothing is logged, counted or
+    drawn at random there.
 
     Attributes:
-        number: Of all units that were gathered in evaluation, in their order: equal where ranks have gathered alike.
+        number: Of all collectives so far, in their order: equal where ranks have used the same units.
     """
 
     def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         self._units = units
         self._group = group
+        self._leader: int | None = None  # while it tells what it gathers
+        self._patches = PatchStack()
         self.number = 0
+        for index, unit in enumerate(units):
+            fsdp2.note_collectives(
+                unit,
+                before_gather=partial(self._gather, index),
+                before_reduction=partial(self._note, -1, index),
+                patches=self._patches,
+            )
 
     @contextmanager
     def step(self, leader: int | None) -> Iterator[None]:
@@ -60,30 +73,33 @@ class JoinedGathers:
 
         Raises RuntimeError if the leader gathers other units.
         """
-
-        def agree(index: int) -> None:
-            if leader is not None and self._told(leader, index) != index:
-                raise RuntimeError(DIFFERENT_UNITS)
-
-        def gather_next(index: int) -> None:
-            agree(index)
-            self._note(index)
-
-        with PatchStack() as patches:  # not for longer, since training gathers the same units
-            for index, unit in enumerate(self._units):
-                fsdp2.note_all_gathers(unit, partial(gather_next, index), patches)
+        self._leader = leader
+        try:
             yield
-        agree(_STEP_ENDS)
+            self._agree(_STEP_ENDS)
+        finally:
+            self._leader = None
 
     def join(self, leader: int) -> None:
         """Take part in a step of other ranks, by gathering what its ``leader`` gathers. A collective."""
         while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
-            self._note(index)
             self._units[index].unshard()
             self._units[index].reshard()
 
-    def _note(self, index: int) -> None:
-        self.number = hash((self.number, index))
+    def close(self) -> None:
+        """Note nothing any more."""
+        self._patches.restore()
+
+    def _gather(self, index: int) -> None:
+        self._agree(index)
+        self._note(index)
+
+    def _agree(self, index: int) -> None:
+        if self._leader is not None and self._told(self._leader, index) != index:
+            raise RuntimeError(DIFFERENT_UNITS)
+
+    def _note(self, *collective: int) -> None:
+        self.number = hash((self.number, *collective))
 
     def _told(self, leader: int, own: int) -> int:
         """What the leader tells, which this rank tells if it is the leader. A collective over the group."""

@@ -103,6 +103,32 @@ def test_replicas_may_gather_other_units(pool4: RankPool) -> None:
         assert max(found.values()) < 1e-14
 
 
+class Hooked(Routed):
+    """Looks at another unit on each rank in a hook, where no step runs."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(by_row)
+        setattr(self, hook, self.look)
+
+    def look(self) -> None:
+        self(self.global_rank, 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.stack([block(batch.double().expand(-1, 4)).sum() for block in self.blocks]).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Nothing of its own."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_hooked(hook: str, entry_point: str) -> None:
+    strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=0, count="samples")
+    trainer = make_trainer(strategy, max_epochs=2)
+    getattr(trainer, entry_point)(Hooked(hook), DataLoader(torch.ones(2, 1), batch_size=1))
+
+
 def predict(num_rows: int) -> None:
     strategy = AutomodelStrategy(auto_wrap_policy={Block}, prefetch=0)
     trainer = make_trainer(strategy, use_distributed_sampler=True)
@@ -110,7 +136,15 @@ def predict(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "args"), [(evaluate, (by_row, 8, 0)), (evaluate, (by_row, 7, 0)), (predict, (8,))]
+    ("run", "args"),
+    [
+        (evaluate, (by_row, 8, 0)),
+        (evaluate, (by_row, 7, 0)),
+        (predict, (8,)),
+        (run_hooked, ("on_train_start", "fit")),
+        (run_hooked, ("on_train_epoch_end", "fit")),
+        (run_hooked, ("on_validation_epoch_end", "validate")),
+    ],
 )
 @pytest.mark.every_case
 def test_other_units_on_each_rank_are_refused(pool2: RankPool, run: Any, args: Any) -> None:

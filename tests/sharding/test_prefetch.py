@@ -36,7 +36,8 @@ class Events(Callback):
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
-                fsdp2.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
+                gather = partial(self._note, f"gather {label}")
+                fsdp2.note_collectives(unit, gather, lambda: None, self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 

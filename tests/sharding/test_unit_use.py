@@ -41,6 +41,24 @@ class Dropping(nn.Module):
         return inputs.square().sum(1)
 
 
+class Heads(nn.Module):
+    """Runs all of its heads, and has a loss of one, another one on each rank."""
+
+    def __init__(self, reaches_all: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(ROW, ROW)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh()) for _ in range(3))
+        self.reaches_all = reaches_all
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        hidden = self.stem(inputs)
+        losses = [head(hidden).square().sum(1) for head in self.heads]
+        loss = losses[SAME_NUMBER[len(inputs)]]
+        if self.reaches_all:
+            loss = loss + 0 * sum(losses)
+        return loss
+
+
 class Scripted(nn.Module):
     """Blocks and a head in TorchScript, beside a layer of Python."""
 
@@ -128,16 +146,19 @@ ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
 MODELS: dict[str, Any] = {
     "same number": lambda: Dropping(SAME_NUMBER),
     "another number": lambda: Dropping(ANOTHER_NUMBER),
-    "later": lambda: Dropping(SAME_NUMBER, starts_at=2),
+    "in the last micro-batch": lambda: Dropping(SAME_NUMBER, starts_at=3),
+    "Heads": Heads,
+    "Heads, all in the loss": lambda: Heads(reaches_all=True),
     "Scripted": Scripted,
     "PreActivation": PreActivation,
     "Adjoint": Adjoint,
     "FunctionalCalls": FunctionalCalls,
 }
-DROPPED = "Ranks have used different FSDP units in the forwards of one accumulation window"
+DROPPED = "Ranks have used different FSDP units in one accumulation window"
 MESSAGES = {
     "same number": DROPPED,
-    "later": DROPPED,
+    "in the last micro-batch": DROPPED,
+    "Heads": DROPPED,
     "PreActivation": "An FSDP unit changes its input in place",
     "Adjoint": "got a gradient that it does not reduce",
     "FunctionalCalls": "torch.func.functional_call puts other tensors in the place of parameters",
@@ -155,7 +176,9 @@ LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
 DEFAULT = (
     "same number, kept",
     "another number, remedy",
-    "later, kept",
+    "in the last micro-batch, kept",
+    "Heads, kept",
+    "Heads, all in the loss, kept",
     "Scripted, by hand",
     "PreActivation, kept",
     "Adjoint, kept",
@@ -164,7 +187,7 @@ DEFAULT = (
     "FunctionalCalls, remedy",
 )
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
-del CASES["later, by hand"]  # every call counts there
+del CASES["in the last micro-batch, by hand"]  # every call counts there
 del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
 
 
