@@ -174,8 +174,10 @@ def reduce_tensor(
 ) -> Tensor:
     """Reduce ``tensor`` over ``group`` into a new one. A collective. The mean of integers is taken in float64.
 
-    A mean is the sum divided by ``num_averaged``, or by the number of ranks.
+    A mean is the sum divided by ``num_averaged``, or by the number of ranks. One rank has nothing to reduce.
     """
+    if group.size() == 1:
+        return tensor.detach().clone()
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if is_mean(reduce_op):
         if not (reduced.is_floating_point() or reduced.is_complex()):
