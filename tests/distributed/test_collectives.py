@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.distributed.collectives import named_barrier
+from lightning_automodel.distributed.collectives import named_barrier, reduce_tensor
 from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
 from tests.rank_pool import RankError, RankPool
 
@@ -53,3 +53,20 @@ def test_timeout_reaches_the_groups_of_the_mesh(pool4: RankPool) -> None:
     pool4.run(_shard_group_waits, 0.3)
     # The groups' short timeout and their broken connections must not reach the tests that come after.
     pool4.stop()
+
+
+def _means_of_integers() -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    groups = (dist.group.WORLD, alone)
+    of_both, of_one = (
+        reduce_tensor(torch.tensor(rank), group, "mean", torch.device("cpu")) for group in groups
+    )
+    return of_both, of_one
+
+
+def test_mean_of_integers(pool2: RankPool) -> None:
+    """Exact; of one rank it stays an integer, and Lightning's metrics float32."""
+    for rank, (of_both, of_one) in enumerate(pool2.run(_means_of_integers)):
+        assert of_both == 0.5
+        assert (of_one, of_one.dtype) == (rank, torch.int64)
