@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -57,16 +58,21 @@ class DDPEngine(Engine):
         super().__init__()
         self._mesh = placement.mesh
         kwargs = options.ddp_kwargs or {}
-        if units.is_sharded(module):
+        give_values()
+        parameters = dict(module.named_parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             raise ValueError(
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
-        give_values()
         self.model = module
         if not fitting:
             apply.broadcast_states(module, self._mesh)
             return
+        if quantized.check_replicable(parameters):
+            # To make parameters equal, DDP would flatten all of them into one plain tensor.
+            apply.broadcast_states(module, self._mesh)
+            kwargs = {**kwargs, "init_sync": False}
         ddp = self._ddp = self._replicate(module, placement.device, kwargs)
         # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
         self._is_manual = not module.automatic_optimization
@@ -78,7 +84,7 @@ class DDPEngine(Engine):
             ddp.register_comm_hook(options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.reuses_gradients = ddp.gradient_as_bucket_view
         # DDP never reduces others, which were frozen at its set-up.
-        self._trainable_at_setup = {p for p in module.parameters() if p.requires_grad}
+        self._trainable_at_setup = {p for p in parameters.values() if p.requires_grad}
         self.track(self._trainable_at_setup)
         if ddp.forward_sync_buffers:
             # Else DDP would broadcast them, without knowing where windows begin: not every forward is
@@ -91,10 +97,6 @@ class DDPEngine(Engine):
     def _replicate(
         self, module: pl.LightningModule, device: torch.device, kwargs: dict[str, Any]
     ) -> DistributedDataParallel:
-        if quantized.check_replicable(module):
-            # To make parameters equal, DDP would flatten all of them into one plain tensor.
-            apply.broadcast_states(module, self._mesh)
-            kwargs = {**kwargs, "init_sync": False}
         if device.type == "cpu":
             device_ids = None
         else:

@@ -137,9 +137,9 @@ class FSDP2Window(PhasedEngine):
         self._roots = {
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
-        self._unit_of = {group: unit for unit in self.units for group in unit.groups}
-        self._reductions_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.Reductions)
-        self._resharding_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.Resharding)
+        self._groups = [group for unit in self.units for group in unit.groups]
+        self._reductions_at_setup = fsdp2.flags_of(self._groups, fsdp2.Reductions)
+        self._resharding_at_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
         by_unit = dict(self._resharding_at_setup)
         for unit in self._whole_step:
             # A step may run backwards of its own, and go on with these.
@@ -168,7 +168,7 @@ class FSDP2Window(PhasedEngine):
     def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
         """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
         if reductions is not None and reductions is not self._reductions:
-            fsdp2.set_flags(dict.fromkeys(self._unit_of, reductions.value))
+            fsdp2.set_flags(dict.fromkeys(self._groups, reductions.value))
             self._reductions = reductions
         if phase is not self.phase:
             fsdp2.set_flags(self._resharding[phase])
@@ -332,7 +332,7 @@ class FSDP2Window(PhasedEngine):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         if self._reductions is not Reductions.NONE:
-            for group in self._unit_of:
+            for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
 
     def _use_written_shards(self, retained: set[GatheredUnit], freed: set[GatheredUnit]) -> None:
@@ -403,7 +403,7 @@ class FSDP2Window(PhasedEngine):
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
         wanted = None if parameters is None else set(parameters)
-        for group in self._unit_of:
+        for group in self._groups:
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
                 continue

@@ -1,5 +1,7 @@
 """Quantised weights: which of them FSDP2 can shard, and DDP replicate."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -39,9 +41,9 @@ def has_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-def check_replicable(model: nn.Module) -> bool:
+def check_replicable(parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether some parameters hold inner tensors. Raises ValueError if DDP would have to put one into a bucket."""
-    quantised = {name: p for name, p in model.named_parameters() if has_parts(p)}
+    quantised = {name: p for name, p in parameters.items() if has_parts(p)}
     for name, parameter in quantised.items():
         if parameter.requires_grad:
             raise ValueError(

@@ -37,6 +37,9 @@ def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -
 def set_up(module: pl.LightningModule) -> None:
     """Run the hooks that were delayed, if any, now that ``module`` is what will be trained. Not a collective."""
     stage = module.trainer.state.fn
+    delayed = [callback for callback in _averaging(module) if "setup" in vars(callback)]
+    if not delayed:
+        return
     assert stage is not None
     with PatchStack() as while_copying:
         if is_sharded(module):
@@ -45,9 +48,8 @@ def set_up(module: pl.LightningModule) -> None:
         if is_overridden("configure_model", module):
             # WeightAveraging calls it, to have layers to copy.
             while_copying.set(module, "configure_model", lambda: None)
-        for callback in _averaging(module):
-            if "setup" in vars(callback):
-                type(callback).setup(callback, module.trainer, module, stage)
+        for callback in delayed:
+            type(callback).setup(callback, module.trainer, module, stage)
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
