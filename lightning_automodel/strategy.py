@@ -741,6 +741,7 @@ class AutomodelStrategy(ParallelStrategy):
         if self._supervisor.watch is not None:
             # A rank that stops alone would communicate with others' steps.
             self._supervisor.watch.await_end_of_training(validates=False)
+        run.compare_ranks()
         run.check_replicas()
         run.engine.synchronize_buffers()
 
@@ -782,7 +783,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         self.barrier("the end of an evaluation")
-        self._required_run.end_evaluation()
+        self._required_run.compare_ranks()
 
     @override
     def on_test_end(self) -> None:

@@ -368,10 +368,13 @@ class TrainingRun:
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 
-    def end_evaluation(self) -> None:
-        """Raise RuntimeError, on every rank, if ranks have not evaluated alike. A collective."""
-        self.inputs.end_evaluation(self.engine.collectives)
-        self.engine.end_evaluation()
+    def compare_ranks(self) -> None:
+        """Raise RuntimeError, on every rank, if ranks have not evaluated alike, or have used other units. A collective.
+
+        Called where an evaluation ends, in which replicas may use other units, and where training ends.
+        """
+        self.inputs.compare_ranks(self.engine.collectives)
+        self.engine.forget_collectives()
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

@@ -315,8 +315,8 @@ class UnevenInputs:
         """
         return self._handle.first_rank_with()
 
-    def end_evaluation(self, units: tuple[int, int]) -> None:
-        """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective.
+    def compare_ranks(self, units: tuple[int, int]) -> None:
+        """Raise RuntimeError, on every rank, unless all have come through equally many evaluated steps. A collective.
 
         And unless ranks that gather together have gathered alike: ``units`` are :attr:`.Engine.collectives`.
         """

@@ -206,12 +206,12 @@ class Engine:
     def collectives(self) -> tuple[int, int]:
         """The first of the ranks that gather together, and a number of the units that this one gathers and reduces.
 
-        The number depends on their order since the last evaluation.
+        The number depends on their order since :meth:`forget_collectives`.
         """
         return 0, 0
 
-    def end_evaluation(self) -> None:
-        """All ranks have ended an evaluation, in which replicas may have gathered other units."""
+    def forget_collectives(self) -> None:
+        """Ranks that gather together have compared them."""
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""

@@ -11,12 +11,13 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
-    "Ranks have used different FSDP units in one accumulation window, or evaluation, so one rank gets the parameters"
-    " or gradients of another layer than it asks for. Layers that are dropped at random, and heads or experts that"
-    " only some ranks need, or of which a loss uses only some, must not be FSDP units of their own: pass"
-    " auto_wrap_policy=set(), which makes one unit of the model, or the classes of modules that contain them. Or pass"
-    " data_parallel='ddp' with ddp_kwargs={'find_unused_parameters': True}. Heads that all ranks run may stay units if"
-    " each loss depends on all of them: add 0 * output.sum() of the others."
+    "Ranks have used different FSDP units, or trained different parameters of one, since they last compared: one rank"
+    " got the parameters or gradients of another layer than it asked for. Freeze the same parameters on all ranks."
+    " Layers that are dropped at random, and heads or experts that only some ranks need, or of which a loss uses only"
+    " some, must not be FSDP units of their own: pass auto_wrap_policy=set(), which makes one unit of the model, or the"
+    " classes of modules that contain them. Or pass data_parallel='ddp' with"
+    " ddp_kwargs={'find_unused_parameters': True}. Heads that all ranks run may stay units if each loss depends on all"
+    " of them: add 0 * output.sum() of the others."
 )
 """What ranks must do that use different units in one forward."""
 

@@ -221,10 +221,13 @@ def set_background_gathers(root: nn.Module, is_on: bool) -> None:
 def note_collectives(
     unit: FSDPModule,
     before_gather: Callable[[], None],
-    before_reduction: Callable[[], None],
+    before_reduction: Callable[..., None],
     patches: PatchStack,
 ) -> None:
-    """Call functions before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks."""
+    """Call functions before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
+
+    ``before_reduction`` gets the numbers of the parameters whose gradients FSDP2 is about to reduce together.
+    """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
@@ -232,8 +235,13 @@ def note_collectives(
         unshard(*args, **kwargs)
 
     def reduce(group: FSDPParamGroup, post_backward: Callable[..., None], *args: Any) -> None:
-        if group.reduce_grads:
-            before_reduction()
+        sent = []
+        for number, param in enumerate(group.fsdp_params if group.reduce_grads else ()):
+            gets_zeros = group.reduce_scatter_unused_params and param.sharded_param.requires_grad
+            if gets_zeros or _is_unreduced(param):
+                sent.append(number)
+        if sent:
+            before_reduction(*sent)
         post_backward(*args)
 
     for group in param_groups(unit):

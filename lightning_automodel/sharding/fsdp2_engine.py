@@ -74,13 +74,13 @@ class FSDP2Engine(FSDP2Window):
         return min(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))), self._collectives.number
 
     @override
-    def end_evaluation(self) -> None:
+    def forget_collectives(self) -> None:
         self._collectives.number = 0
 
     @override
     def recover(self) -> None:
         super().recover()
-        self._collectives.number = 0  # ranks may have failed in different places
+        self.forget_collectives()  # ranks may have failed in different places
 
     @override
     def join_evaluation(self, leader: int) -> None:

@@ -18,6 +18,13 @@ from lightning_automodel.sharding.units import fsdp_roots
 _STEP_ENDS = -1
 """Told in place of the number of a unit."""
 
+_BACKWARD_ALONE = (
+    "A backward in a step of evaluation in which other ranks have no data left: FSDP2 would reduce gradients of"
+    " parameters with these ranks. For gradients of inputs or activations, call torch.autograd.grad(loss, inputs), or"
+    " give all ranks equally many batches."
+)
+"""Why a backward is refused whose reductions others do not join."""
+
 
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
@@ -63,7 +70,7 @@ class UnitCollectives:
             fsdp2.note_collectives(
                 unit,
                 before_gather=partial(self._gather, index),
-                before_reduction=partial(self._note, -1, index),
+                before_reduction=partial(self._reduce, index),
                 patches=self._patches,
             )
 
@@ -93,6 +100,11 @@ class UnitCollectives:
     def _gather(self, index: int) -> None:
         self._agree(index)
         self._note(index)
+
+    def _reduce(self, index: int, *parameters: int) -> None:
+        if self._leader is not None:
+            raise RuntimeError(_BACKWARD_ALONE)
+        self._note(index, *parameters)
 
     def _agree(self, index: int) -> None:
         if self._leader is not None and self._told(self._leader, index) != index:

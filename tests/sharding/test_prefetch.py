@@ -37,7 +37,7 @@ class Events(Callback):
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
                 gather = partial(self._note, f"gather {label}")
-                fsdp2.note_collectives(unit, gather, lambda: None, self._patches)
+                fsdp2.note_collectives(unit, gather, lambda *_: None, self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 

@@ -154,7 +154,7 @@ MODELS: dict[str, Any] = {
     "Adjoint": Adjoint,
     "FunctionalCalls": FunctionalCalls,
 }
-DROPPED = "Ranks have used different FSDP units in one accumulation window"
+DROPPED = "Ranks have used different FSDP units"
 MESSAGES = {
     "same number": DROPPED,
     "in the last micro-batch": DROPPED,
