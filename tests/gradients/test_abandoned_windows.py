@@ -119,6 +119,7 @@ def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor
     else:
         trainer.fit(module, loader())
     module.steps_on = True
+    module.where = ""  # the rank that has heard of the other's failure first has not raised yet
     return _fit_module(lambda: module, options, 3)
 
 
