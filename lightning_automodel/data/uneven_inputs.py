@@ -315,12 +315,12 @@ class UnevenInputs:
         """
         return self._handle.first_rank_with()
 
-    def compare_ranks(self, units: tuple[int, int]) -> None:
+    def compare_ranks(self, first_peer: int, collectives: int) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many evaluated steps. A collective.
 
-        And unless ranks that gather together have gathered alike: ``units`` are :attr:`.Engine.collectives`.
+        And unless ranks with one ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
         """
-        told = gather_objects((self._num_evaluated, units), self._group)
+        told = gather_objects((self._num_evaluated, (first_peer, collectives)), self._group)
         found = [number for number, _ in told]
         if len(set(found)) > 1:
             raise RuntimeError(

@@ -58,10 +58,15 @@ class Engine:
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         backward: The backward of the strategy that runs, from before :meth:`begin` on; else None.
         model: What to call the module's steps on.
+        collectives: A number of the units that this rank has gathered and reduced, in their order, since ranks have
+            compared what they evaluated: equal where they have used the same.
+        first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
 
     reuses_gradients = False
+    collectives = 0
+    first_peer = 0
     model: nn.Module
 
     def __init__(self) -> None:
@@ -201,17 +206,6 @@ class Engine:
 
         A collective.
         """
-
-    @property
-    def collectives(self) -> tuple[int, int]:
-        """The first of the ranks that gather together, and a number of the units that this one gathers and reduces.
-
-        The number depends on their order since :meth:`forget_collectives`.
-        """
-        return 0, 0
-
-    def forget_collectives(self) -> None:
-        """Ranks that gather together have compared them."""
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""

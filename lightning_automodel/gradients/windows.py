@@ -298,7 +298,7 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        own = Position(epoch, batch, self.engine.collectives[1])
+        own = Position(epoch, batch, self.engine.collectives)
         totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)

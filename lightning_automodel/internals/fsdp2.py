@@ -218,30 +218,25 @@ def set_background_gathers(root: nn.Module, is_on: bool) -> None:
         overwrite(group, "unshard_async_op", is_on)
 
 
-def note_collectives(
-    unit: FSDPModule,
-    before_gather: Callable[[], None],
-    before_reduction: Callable[..., None],
-    patches: PatchStack,
-) -> None:
-    """Call functions before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
+def note_collectives(unit: FSDPModule, note: Callable[..., None], patches: PatchStack) -> None:
+    """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
 
-    ``before_reduction`` gets the numbers of the parameters whose gradients FSDP2 is about to reduce together.
+    Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
-            before_gather()
+            note()
         unshard(*args, **kwargs)
 
     def reduce(group: FSDPParamGroup, post_backward: Callable[..., None], *args: Any) -> None:
         sent = []
         for number, param in enumerate(group.fsdp_params if group.reduce_grads else ()):
-            gets_zeros = group.reduce_scatter_unused_params and param.sharded_param.requires_grad
+            gets_zeros = group.reduce_scatter_unused_params and param.unsharded_param.requires_grad
             if gets_zeros or _is_unreduced(param):
                 sent.append(number)
         if sent:
-            before_reduction(*sent)
+            note(*sent)
         post_backward(*args)
 
     for group in param_groups(unit):

@@ -38,7 +38,8 @@ class FSDP2Engine(FSDP2Window):
         self._report = report
         self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
-        self._collectives = UnitCollectives([unit.module for unit in self.units], placement.host_group)
+        self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
+        self._collectives = UnitCollectives(self, [u.module for u in self.units], placement.host_group)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
         self._buffers = SharedBuffers(module, mesh.group, placement.device)
 
@@ -66,21 +67,6 @@ class FSDP2Engine(FSDP2Window):
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
         with self.evaluating(), self._collectives.step(find_leader()):
             yield
-
-    @property
-    @override
-    def collectives(self) -> tuple[int, int]:
-        mesh = self._mesh.fsdp
-        return min(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))), self._collectives.number
-
-    @override
-    def forget_collectives(self) -> None:
-        self._collectives.number = 0
-
-    @override
-    def recover(self) -> None:
-        super().recover()
-        self.forget_collectives()  # ranks may have failed in different places
 
     @override
     def join_evaluation(self, leader: int) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
@@ -54,25 +55,17 @@ class UnitCollectives:
 
     In an evaluation step that a rank joins without data, the first rank with some, its leader, tells all ranks over the
     host ``group`` which unit it gathers next. No user code runs on the rank without data: nothing is logged, counted or
-    drawn at random there.
-
-    Attributes:
-        number: Of all collectives so far, in their order: equal where ranks have used the same units.
+    drawn at random there. The ``engine`` of the units keeps the number of what was noted.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
+    def __init__(self, engine: Engine, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
+        self._engine = engine
         self._units = units
         self._group = group
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
-        self.number = 0
         for index, unit in enumerate(units):
-            fsdp2.note_collectives(
-                unit,
-                before_gather=partial(self._gather, index),
-                before_reduction=partial(self._reduce, index),
-                patches=self._patches,
-            )
+            fsdp2.note_collectives(unit, partial(self._note, index), self._patches)
 
     @contextmanager
     def step(self, leader: int | None) -> Iterator[None]:
@@ -83,7 +76,7 @@ class UnitCollectives:
         self._leader = leader
         try:
             yield
-            self._agree(_STEP_ENDS)
+            self._note(_STEP_ENDS)
         finally:
             self._leader = None
 
@@ -92,26 +85,20 @@ class UnitCollectives:
         while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
             self._units[index].unshard()
             self._units[index].reshard()
+        self._note(_STEP_ENDS)
 
     def close(self) -> None:
         """Note nothing any more."""
         self._patches.restore()
 
-    def _gather(self, index: int) -> None:
-        self._agree(index)
-        self._note(index)
-
-    def _reduce(self, index: int, *parameters: int) -> None:
+    def _note(self, index: int, *reduced: int) -> None:
+        """Note what begins: a unit's all-gather, or the reduction of some of its parameters; or that a step ends."""
         if self._leader is not None:
-            raise RuntimeError(_BACKWARD_ALONE)
-        self._note(index, *parameters)
-
-    def _agree(self, index: int) -> None:
-        if self._leader is not None and self._told(self._leader, index) != index:
-            raise RuntimeError(DIFFERENT_UNITS)
-
-    def _note(self, *collective: int) -> None:
-        self.number = hash((self.number, *collective))
+            if reduced:
+                raise RuntimeError(_BACKWARD_ALONE)
+            if self._told(self._leader, index) != index:
+                raise RuntimeError(DIFFERENT_UNITS)
+        self._engine.collectives = hash((self._engine.collectives, index, *reduced))
 
     def _told(self, leader: int, own: int) -> int:
         """What the leader tells, which this rank tells if it is the leader. A collective over the group."""

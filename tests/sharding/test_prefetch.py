@@ -36,10 +36,13 @@ class Events(Callback):
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
-                gather = partial(self._note, f"gather {label}")
-                fsdp2.note_collectives(unit, gather, lambda *_: None, self._patches)
+                fsdp2.note_collectives(unit, partial(self._note_gather, label), self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
+
+    def _note_gather(self, label: str, *reduced: int) -> None:
+        if not reduced:
+            self._note(f"gather {label}")
 
     def _note(self, event: str) -> None:
         if self._trainer.fit_loop.epoch_loop.batch_idx == 0:
