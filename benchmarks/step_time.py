@@ -1,4 +1,4 @@
-"""Seconds per optimizer step, by strategy, on CPU ranks with gloo over loopback.
+"""Seconds per optimizer step, by strategy, on CPU ranks with gloo over loopback or between two nodes.
 
 Every variant trains the same model on the same micro-batches in the same processes. All of them are set up
 first; then they take turns of a few optimizer steps, in an order that rotates from round to round. Ratios
@@ -6,13 +6,16 @@ are taken inside a round, so that other load on the machine affects both sides. 
 gradients are exact must have the weights of the plain loop.
 
     python benchmarks/step_time.py --batch-tokens 64 256 --count --output report.md
+    python benchmarks/step_time.py --nodes --rate 1gbit --rounds 8      # a rank on each of two nodes (namespaces, root)
 """
 
 import argparse
 import gc
+import json
 import logging
 import os
 import shlex
+import socket
 import sys
 import tempfile
 import warnings
@@ -23,10 +26,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import launch
 from report import describe_environment, table
 from torch import Tensor
 from turns import CollectiveCounter, PausedTraining
@@ -191,8 +196,8 @@ def format_collectives(variants: Sequence[Variant], measured: dict[str, Measurem
     return table(("collectives of one optimizer step, on each rank", *COLLECTIVES, "others"), rows)
 
 
-def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, command: str) -> None:
-    """One rank: join, measure, and on rank 0 print and write the report."""
+def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, command: str) -> str:
+    """One rank: join, measure, and on rank 0 print and write the report, which is returned."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -219,16 +224,29 @@ def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, comma
     if rank == 0 and arguments.output is not None:
         arguments.output.write_text(report)
     dist.destroy_process_group()
+    return report
+
+
+def run_node(case: dict[str, Any]) -> None:
+    """The rank of one node, which has one network device beside loopback; rank 0 prints the report for `launch`."""
+    sys.argv[1:] = case["arguments"]
+    devices = [name for _, name in socket.if_nameindex() if name != "lo"]
+    os.environ["GLOO_SOCKET_IFNAME"] = devices[0]
+    rank = int(os.environ["RANK"])
+    report = run_rank(rank, case["meeting_point"], parse_arguments(), case["command"])
+    if rank == 0:
+        print(json.dumps({"report": report}), flush=True)
 
 
 def format_head(arguments: argparse.Namespace, workload: Workload, command: str) -> str:
     """Title, environment, and how to read the numbers."""
     parameters = sum(p.numel() for p in workload.build_model().parameters())
+    where = f"two nodes at {arguments.rate}" if arguments.nodes else "gloo on loopback"
     environment = describe_environment() | {
         "command": f"`{command}`",
         "model": f"{parameters / 1e6:.1f} M float32 parameters, {workload.layers} blocks of width {workload.width}",
         "run": (
-            f"{arguments.ranks} ranks, gloo on loopback, accumulation {workload.accumulate},"
+            f"{arguments.ranks} ranks, {where}, accumulation {workload.accumulate},"
             f" {arguments.rounds} rounds; optimizer steps before the first round {arguments.warm_up}, in"
             f" each turn {arguments.steps}"
         ),
@@ -259,6 +277,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     parser.add_argument("--warm-up", type=int, default=3, help="optimizer steps before the first turn")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--nodes", action="store_true", help="half of the ranks on each of two nodes")
+    parser.add_argument("--rate", default="1gbit", help="what each node may send")
     keys = [variant.key for variant in VARIANTS]
     usual = [key for key in keys if "prefetch" not in key]
     parser.add_argument(
@@ -275,12 +295,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    if "--child" in sys.argv:
+        run_node(json.loads(sys.argv[-1]))
+        return
     arguments = parse_arguments()
     command = shlex.join(["python", "benchmarks/step_time.py", *sys.argv[1:]])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (str(Path(folder) / "meeting_point"), arguments, command), nprocs=arguments.ranks)
+        meeting_point = str(Path(folder) / "meeting_point")
+        if arguments.nodes:
+            case = {"arguments": sys.argv[1:], "meeting_point": meeting_point, "command": command}
+            print(launch(Path(__file__), case, arguments.ranks, arguments.rate)["report"])
+        else:
+            mp.spawn(run_rank, (meeting_point, arguments, command), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":
