@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import shlex
-import socket
 import sys
 import tempfile
 import warnings
@@ -37,6 +36,8 @@ from torch import Tensor
 from turns import CollectiveCounter, PausedTraining
 from variants import RATIOS, VARIANTS, Variant
 from workload import Workload
+
+from lightning_automodel.distributed.network import choose_interface
 
 REFERENCE = "loop"
 # Where losses are divided before the backward, not gradients after it, float32 rounding comes to 2e-4. Where
@@ -228,10 +229,9 @@ def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, comma
 
 
 def run_node(case: dict[str, Any]) -> None:
-    """The rank of one node, which has one network device beside loopback; rank 0 prints the report for `launch`."""
+    """The rank of one node; rank 0 prints the report for `launch`."""
     sys.argv[1:] = case["arguments"]
-    devices = [name for _, name in socket.if_nameindex() if name != "lo"]
-    os.environ["GLOO_SOCKET_IFNAME"] = devices[0]
+    choose_interface(os.environ["MASTER_ADDR"])
     rank = int(os.environ["RANK"])
     report = run_rank(rank, case["meeting_point"], parse_arguments(), case["command"])
     if rank == 0:

@@ -98,7 +98,7 @@ class BackwardHooks:
 
 
 class Advice:
-    """Says each thing once, on rank 0."""
+    """Says each thing once: on rank 0, unless it is told how else."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

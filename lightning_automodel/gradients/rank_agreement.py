@@ -19,7 +19,7 @@ DIFFERENT_UNITS = (
     " ddp_kwargs={'find_unused_parameters': True}. Heads that all ranks run may stay units if each loss depends on all"
     " of them: add 0 * output.sum() of the others."
 )
-"""What ranks must do that use different units in one forward."""
+"""What ranks must do that use different units."""
 
 DIFFERENT_BATCHES = (
     "A hook, a step or a data set has raised StopIteration on some ranks, which Lightning takes for the end of the"

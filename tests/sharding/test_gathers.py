@@ -51,6 +51,48 @@ class Routed(LightningModule):
         return self(int(batch), batch_idx)
 
 
+class Forces(Routed):
+    """Its results are derivatives by the inputs."""
+
+    def forward(self, row: int, batch_idx: int) -> Tensor:
+        with torch.enable_grad():
+            inputs = inputs_of(row).requires_grad_()
+            energy = self.compute(inputs, self.route(row, batch_idx)).sum()
+            return torch.autograd.grad(energy, inputs)[0]
+
+
+class Saliency(Routed):
+    """As a script writes it that has no need of gradients of parameters."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self(int(batch), batch_idx).sum().backward()
+
+
+class Hooked(Routed):
+    """Does in a hook what is another thing on each rank."""
+
+    def __init__(self, hook: str, does: str) -> None:
+        super().__init__(by_row)
+        setattr(self, hook, getattr(self, does))
+
+    def look(self, *_: Any) -> None:
+        self(self.global_rank, 0)
+
+    def freeze(self, *_: Any) -> None:
+        for index, block in enumerate(self.blocks):
+            block.requires_grad_(index == self.global_rank)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.stack([block(batch.double().expand(-1, 4)).sum() for block in self.blocks]).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Nothing of its own."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def more_in_the_first(row: int, batch_idx: int) -> list[int]:
     """As a step that samples, or draws images, once in an epoch."""
     return [0, 1, 2, 1, 2, 0, 1] if batch_idx == 0 else [0, 1, 2]
@@ -130,48 +172,6 @@ def test_replicas_may_gather_other_units(pool4: RankPool) -> None:
         assert max(found.values()) < 1e-14
 
 
-class Forces(Routed):
-    """Its results are derivatives by the inputs."""
-
-    def forward(self, row: int, batch_idx: int) -> Tensor:
-        with torch.enable_grad():
-            inputs = inputs_of(row).requires_grad_()
-            energy = self.compute(inputs, self.route(row, batch_idx)).sum()
-            return torch.autograd.grad(energy, inputs)[0]
-
-
-class Saliency(Routed):
-    """As a script writes it that has no need of gradients of parameters."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        with torch.enable_grad():
-            self(int(batch), batch_idx).sum().backward()
-
-
-class Hooked(Routed):
-    """Does in a hook what is another thing on each rank."""
-
-    def __init__(self, hook: str, does: str) -> None:
-        super().__init__(by_row)
-        setattr(self, hook, getattr(self, does))
-
-    def look(self, *_: Any) -> None:
-        self(self.global_rank, 0)
-
-    def freeze(self, *_: Any) -> None:
-        for index, block in enumerate(self.blocks):
-            block.requires_grad_(index == self.global_rank)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return torch.stack([block(batch.double().expand(-1, 4)).sum() for block in self.blocks]).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Nothing of its own."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def run_hooked(hook: str, does: str, entry_point: str, policy: Any) -> None:
     strategy = AutomodelStrategy(auto_wrap_policy=policy, prefetch=0, count="samples")
     trainer = make_trainer(strategy, max_epochs=2)
@@ -197,6 +197,7 @@ def predict(num_rows: int) -> None:
         (evaluate, (by_row, 7, 0)),
         (predict, (8,)),
         (run_hooked, ("on_train_start", "look", "fit", {Block})),
+        (run_hooked, ("on_train_epoch_end", "look", "fit", {Block})),
         (run_hooked, ("on_train_end", "look", "fit", {Block})),
         (run_hooked, ("on_validation_epoch_end", "look", "validate", {Block})),
         (run_hooked, ("on_train_batch_start", "freeze", "fit", {Block})),

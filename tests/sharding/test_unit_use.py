@@ -146,6 +146,7 @@ ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
 MODELS: dict[str, Any] = {
     "same number": lambda: Dropping(SAME_NUMBER),
     "another number": lambda: Dropping(ANOTHER_NUMBER),
+    "later": lambda: Dropping(SAME_NUMBER, starts_at=2),
     "in the last micro-batch": lambda: Dropping(SAME_NUMBER, starts_at=3),
     "Heads": Heads,
     "Heads, all in the loss": lambda: Heads(reaches_all=True),
@@ -154,9 +155,12 @@ MODELS: dict[str, Any] = {
     "Adjoint": Adjoint,
     "FunctionalCalls": FunctionalCalls,
 }
-DROPPED = "Ranks have used different FSDP units"
+DROPPED = (
+    "Ranks have used different FSDP units, or trained different parameters of one, since they last compared"
+)
 MESSAGES = {
     "same number": DROPPED,
+    "later": DROPPED,
     "in the last micro-batch": DROPPED,
     "Heads": DROPPED,
     "PreActivation": "An FSDP unit changes its input in place",
@@ -176,6 +180,7 @@ LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
 DEFAULT = (
     "same number, kept",
     "another number, remedy",
+    "later, kept",
     "in the last micro-batch, kept",
     "Heads, kept",
     "Heads, all in the loss, kept",
@@ -187,7 +192,7 @@ DEFAULT = (
     "FunctionalCalls, remedy",
 )
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
-del CASES["in the last micro-batch, by hand"]  # every call counts there
+del CASES["later, by hand"], CASES["in the last micro-batch, by hand"]  # every call counts there
 del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
 
 
