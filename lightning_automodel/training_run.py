@@ -159,7 +159,7 @@ class TrainingRun:
         weighting = self._make_weighting()
         ahead = None
         parameters = list(self.parameters.named.values())
-        self._dtypes = precision.Dtypes.of(module, parameters)
+        self._dtypes = precision.Dtypes.of(parameters)
         in_float16 = self._dtypes.pass_float16(self.plugin) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)

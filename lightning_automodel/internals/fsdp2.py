@@ -46,10 +46,9 @@ def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     return groups
 
 
-def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
-    """Yield the FSDP2 parameter groups at or below ``model``, each once."""
-    for unit in fsdp_units(model):
-        yield from param_groups(unit)
+def groups_of(units: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+    """The parameter groups of all these units."""
+    return [group for unit in units for group in param_groups(unit)]
 
 
 def sharded_over(mesh: DeviceMesh) -> Any:
@@ -122,11 +121,6 @@ def unsharded_numel(param: FSDPParam) -> int:
 def was_unsharded(group: FSDPParamGroup) -> bool:
     """Whether the group was ever unsharded: its buffers and leaves are made once, and keep the dtype of that time."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
-
-
-def fsdp_params(model: nn.Module) -> list[FSDPParam]:
-    """What FSDP2 knows of each parameter of its units at or below ``model``."""
-    return [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
 
 
 def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) -> None:
@@ -212,9 +206,9 @@ def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter
 # --- Gathered parameters ----------------------------------------------------------------------------------------------
 
 
-def set_background_gathers(root: nn.Module, is_on: bool) -> None:
-    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    for group in fsdp_param_groups(root):
+def set_background_gathers(units: Iterable[FSDPModule], is_on: bool) -> None:
+    """Set whether all-gathers of ``units`` are asynchronous: on a CPU, synchronous ones block the thread."""
+    for group in groups_of(units):
         overwrite(group, "unshard_async_op", is_on)
 
 

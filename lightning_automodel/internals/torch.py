@@ -63,6 +63,16 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return parameters
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers at or below ``module``, each once, found in one walk over its modules."""
+    names: dict[Tensor, str] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in {**parameters_of(owner), **buffers_of(owner)}.items():
+            if tensor is not None:
+                names.setdefault(tensor, f"{path}.{name}".lstrip("."))
+    return {name: tensor for tensor, name in names.items()}
+
+
 def is_read_by_torch() -> bool:
     """Whether this thread runs a backward or its callbacks, or traces a graph: torch then reads tensors as they are."""
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()

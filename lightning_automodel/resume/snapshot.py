@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
+from lightning_automodel.internals.torch import EXTRA_STATE, parameters_of, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
 Buffers = dict[tuple[str, ...], Tensor | None]
@@ -100,8 +100,9 @@ def _switches(module: "pl.LightningModule") -> Iterator[tuple[str, Any, str]]:
     """Names of switches, with the objects and attributes that hold them."""
     for name, child in module.named_modules():
         yield f"{name}.training", child, "training"
-    for name, parameter in module.named_parameters():
-        yield f"{name}.requires_grad", parameter, "requires_grad"
+        for own, parameter in parameters_of(child).items():
+            if parameter is not None:
+                yield f"{name}.{own}.requires_grad".lstrip("."), parameter, "requires_grad"
     yield "accumulate_grad_batches", module.trainer, "accumulate_grad_batches"
 
 

@@ -1,7 +1,7 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ from lightning_automodel.distributed.mesh import (
     num_expert_ranks,
 )
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import cast_around, outermost_calls, step_policy, unit_policy
@@ -53,15 +54,15 @@ def apply_fsdp2(
     where it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
     LightningModule calls.
     """
-    for parameter in model.parameters():
+    replicated = set[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if name in plan.replicated:
+            replicated.add(parameter)
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    shard = partial(
-        fully_shard,
-        ignored_params={p for name, p in model.named_parameters() if name in plan.replicated},
-        **_sharding_options(run_mesh, options.cpu_offload),
-    )
+    kwargs = _sharding_options(run_mesh, options.cpu_offload)
+    shard = partial(fully_shard, ignored_params=replicated, **kwargs)
     for unit in plan.units:
         shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy))
     for root in plan.roots:
@@ -145,16 +146,19 @@ def _run_steps_as_forward(
             part.forward = outermost(part.forward)
 
 
-def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
+def initialise_fsdp2(
+    model: nn.Module, units: Iterable[FSDPModule], named: Mapping[str, nn.Parameter], divisor: int
+) -> None:
     """Run FSDP2's lazy initialisation at set-up, so that its errors come now (tied parameters, mixed dtypes).
 
+    ``units`` are all FSDP2 units of ``model``, whose parameters are ``named``.
     Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold
     different tokens.
     """
     for root in fsdp_roots(model):
         fsdp2.initialise_fsdp_root(root)
     managed = set[nn.Parameter]()
-    for group in fsdp2.fsdp_param_groups(model):
+    for group in fsdp2.groups_of(units):
         shards = [param.sharded_param for param in group.fsdp_params]
         averaged_over = group.mesh_info.mesh.size()
         for num_ranks in {divisor // num_expert_ranks(shard) for shard in shards} - {averaged_over}:
@@ -170,7 +174,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         # The strategy divides by label tokens, whatever factor was set by hand.
         overwrite(group, "gradient_divide_factor", None)
         managed.update(shards)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         if num_expert_ranks(parameter) > 1 and parameter not in managed:
             raise ValueError(
                 f"{name} is spread over expert-parallel ranks, but FSDP2 does not manage it, so that nobody"
@@ -184,8 +188,9 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
 
     A collective over the world. Tensors on the meta device are skipped.
     """
-    named = [pair for pair in (*model.named_parameters(), *model.named_buffers()) if not pair[1].is_meta]
-    for group, copied in copies(named, mesh).items():
+    named = torch_internals.named_tensors(model)
+    with_values = [(name, tensor) for name, tensor in named.items() if not tensor.is_meta]
+    for group, copied in copies(with_values, mesh).items():
         broadcast_tensors([part for _, tensor in copied for part in _plain_parts(tensor)], group)
 
 

@@ -1,9 +1,10 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -42,13 +43,16 @@ def shard_module(
         if plan is not None:
             apply.apply_fsdp2(module, plan, mesh, options, policy)
     give_values()
-    apply.initialise_fsdp2(module, mesh.sizes.divisor)
-    report = _report_on_units(module) | memory.choose(module, placement, options)
+    sharded = fsdp_units(module)
+    parameters = dict(module.named_parameters())
+    apply.initialise_fsdp2(module, sharded, parameters, mesh.sizes.divisor)
+    shard_parameters(sharded, parameters, accept_hooks=options.count_window_ahead)
+    report = _report_on_units(module, sharded, parameters)
+    report |= memory.choose(parameters.values(), module.automatic_optimization, placement, options)
     if not report["reshard_during_accumulation"]:
         report["reshard_after_forward"] = False
     elif plan is not None:
         report["reshard_after_forward"] = options.reshard_after_forward
-    shard_parameters(module, accept_hooks=options.count_window_ahead)
     is_cpu = placement.device.type == "cpu"
     ahead = options.prefetch
     if mesh.fsdp.size() == 1:
@@ -63,14 +67,19 @@ def shard_module(
     return report | {"prefetch": ahead, "cpu_offload": options.cpu_offload}
 
 
-def _report_on_units(module: pl.LightningModule) -> dict[str, Any]:
-    """What is said of the FSDP2 modules, whoever has made them, and of parameters that stay whole."""
-    roots: list[Any] = list(units.fsdp_roots(module))
-    below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]
-    heads = [unit for unit in below if units.is_head(unit)]
-    return {
-        "roots": units.described(module, roots),
-        "units": units.described(module, [unit for unit in below if unit not in heads]),
-        "head": units.described(module, heads),
-        "replicated": [name for name, p in module.named_parameters() if not isinstance(p, DTensor)],
-    }
+def _report_on_units(
+    module: pl.LightningModule, sharded: list[Any], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """What is said of the ``sharded`` FSDP2 units, whoever has made them, and of parameters that stay whole."""
+    roots = units.fsdp_roots(module)
+    described: dict[str, list[str]] = {"roots": [], "units": [], "head": []}
+    for unit, name in zip(sharded, units.described(module, sharded), strict=True):
+        if unit in roots:
+            kind = "roots"
+        elif units.is_head(unit):
+            kind = "head"
+        else:
+            kind = "units"
+        described[kind].append(name)
+    replicated = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    return {**described, "replicated": replicated}

@@ -135,7 +135,7 @@ class FSDP2Window(PhasedEngine):
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
         # Each with the parameter groups at or below it.
         self._roots = {
-            root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
+            root: fsdp2.groups_of(fsdp2.fsdp_units(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._groups = [group for unit in self.units for group in unit.groups]
         self._reductions_at_setup = fsdp2.flags_of(self._groups, fsdp2.Reductions)

@@ -35,7 +35,9 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     hangs.
     """
     for root in fsdp_roots(model):
-        below = [unit for unit in fsdp2.fsdp_units(cast(nn.Module, root)) if unit is not root]
+        units = fsdp2.fsdp_units(cast(nn.Module, root))
+        fsdp2.set_background_gathers(units, in_background)
+        below = [unit for unit in units if unit is not root]
         forward = [root, *below]
         backward = [root, *reversed(below)]
         for index, unit in enumerate(forward):
@@ -44,7 +46,6 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
             # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
             num_following = num_ahead if num_ahead > 1 else 0
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + num_following])
-    fsdp2.set_background_gathers(model, in_background)
 
 
 class UnitCollectives:

@@ -1,15 +1,16 @@
 """What a window may keep unsharded, gradients and parameters: what fits into half of the free memory of every rank."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.options import StrategyOptions
 
@@ -24,13 +25,16 @@ _DEFER = "defer_fsdp_grad_sync"
 _RESHARD = "reshard_during_accumulation"
 
 
-def choose(module: pl.LightningModule, placement: Placement, options: StrategyOptions) -> dict[str, Any]:
+def choose(
+    parameters: Iterable[nn.Parameter], is_automatic: bool, placement: Placement, options: StrategyOptions
+) -> dict[str, Any]:
     """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation`` for ``describe()``.
 
+    ``parameters`` are those of the sharded module, and ``is_automatic`` tells how it is optimized.
     It says why, unless they are what was given. Gradients come first: parameters are kept gathered during a
     window if they fit beside them. A collective over the world: the rank that is short of memory decides for all.
     """
-    needed = estimate(module, placement.device)
+    needed = estimate(parameters, placement.device)
     spare = spare_bytes(needed, placement)
     defer = options.defer_fsdp_grad_sync
     reshard = options.reshard_during_accumulation
@@ -47,7 +51,7 @@ def choose(module: pl.LightningModule, placement: Placement, options: StrategyOp
     if defer is not True:
         needed[GRADIENTS] = 0
     spare -= needed[GRADIENTS]
-    if reshard == "auto" and module.automatic_optimization:
+    if reshard == "auto" and is_automatic:
         reshard = needed[PARAMETERS] > spare
         reasons[f"{_RESHARD}_reason"] = _reason(needed[PARAMETERS], spare)
     elif reshard == "auto":
@@ -74,7 +78,7 @@ def spare_bytes(needed: dict[str, int], placement: Placement) -> int:
     return int(collectives.reduce_tensor(spare, placement.host_group, "min", collectives.HOST))
 
 
-def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
+def estimate(parameters: Iterable[nn.Parameter], device: torch.device) -> dict[str, int]:
     """Bytes of ``device`` that a window may need on one rank in addition to its shards. Not a collective.
 
     ``unsharded_parameters``: all units at once, instead of one at a time. ``deferred_gradients``: the same
@@ -83,14 +87,17 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     they are not on the device.
     """
     unsharded = gradients = state = 0
-    for param in fsdp2.fsdp_params(model):
-        numel = fsdp2.unsharded_numel(param)
-        unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
-        if param.sharded_param.requires_grad:
-            gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for local in map(local_tensor, trained):
-        if local.device.type == device.type:
+    for parameter in parameters:
+        param = getattr(parameter, "fsdp_param", None)
+        with plain_access():
+            local = local_tensor(parameter)
+            is_trained = parameter.requires_grad
+        if param is not None:
+            numel = fsdp2.unsharded_numel(param)
+            unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
+            if is_trained:
+                gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
+        if is_trained and local.device.type == device.type:
             moments = 2 * max(local.element_size(), torch.float32.itemsize)
             state += local.numel() * (local.element_size() + moments)
     return {PARAMETERS: unsharded, GRADIENTS: gradients, STATE: state}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.torch import local_tensor
+from lightning_automodel.internals.torch import local_tensor, named_tensors
 from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.shards import make_shard
 from lightning_automodel.sharding.units import class_name
@@ -35,7 +35,7 @@ _UNINITIALIZED = "lightning_automodel_uninitialized"
 
 def names_without_values(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that are on the meta device."""
-    return [name for name, tensor in _named_tensors(model).items() if tensor.is_meta]
+    return [name for name, tensor in named_tensors(model).items() if tensor.is_meta]
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
@@ -58,7 +58,7 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
                 allocated[tensor] = _allocate(tensor, torch.device("cpu") if on_host else device)
                 owners[allocated[tensor]] = module
             setattr(module, name, allocated[tensor])
-    named = _named_tensors(model)
+    named = named_tensors(model)
     vars(model)[_UNINITIALIZED] = [name for name, tensor in named.items() if tensor in owners]
     for tensor in named.values():
         make_shard(tensor)
@@ -102,7 +102,7 @@ def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, 
     one, which has filled them. A parent may change what its children have filled.
     """
     within = set(module.modules())
-    held = set(_named_tensors(module).values())
+    held = set(named_tensors(module).values())
     kept = {tensor: local_tensor(tensor).clone() for tensor in held if owners.get(tensor) not in within}
     if len(kept) == len(held):
         return
@@ -113,7 +113,7 @@ def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, 
 
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
-    for tensor in _named_tensors(module).values():
+    for tensor in named_tensors(module).values():
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
 
@@ -127,7 +127,7 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     names = vars(model).get(_UNINITIALIZED, [])
     if not names:
         return
-    tensors = _named_tensors(model)
+    tensors = named_tensors(model)
     flags = torch.tensor([_has_no_values(tensors[name]) for name in names], dtype=torch.int32)
     if dist.group.WORLD is not None:
         # A rank whose shard is empty cannot tell; others can.
@@ -147,11 +147,6 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
     """Modules, each once, in the order in which constructors finish."""
     below = [module for child in model.children() for module in _children_first(child)]
     return list(dict.fromkeys([*below, model]))
-
-
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each once."""
-    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _allocate(original: Tensor, device: torch.device) -> Tensor:

@@ -165,7 +165,7 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
     if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
         return
     found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
-    if found and any(fsdp2.was_unsharded(group) for group in fsdp2.fsdp_param_groups(model)):
+    if found and any(map(fsdp2.was_unsharded, fsdp2.groups_of(fsdp2.fsdp_units(model)))):
         raise ValueError(
             f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
             f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module"
@@ -196,10 +196,10 @@ class Dtypes:
     reduced: set[torch.dtype]
 
     @classmethod
-    def of(cls, model: nn.Module, parameters: Collection[nn.Parameter]) -> "Dtypes":
-        """Those of ``model``, which has these ``parameters``."""
-        params = fsdp2.fsdp_params(model)
+    def of(cls, parameters: Collection[nn.Parameter]) -> "Dtypes":
+        """Those of a distributed model with these ``parameters``."""
         with plain_access():
+            params = [parameter.fsdp_param for parameter in parameters if hasattr(parameter, "fsdp_param")]
             held = {parameter.dtype for parameter in parameters}
             reduced = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
             trained = [param for param in params if param.sharded_param.requires_grad]
@@ -214,7 +214,8 @@ class Dtypes:
 
 def is_overruled(policy: MixedPrecisionPolicy, asked: MixedPrecisionPolicy | None, model: nn.Module) -> bool:
     """Whether ``model`` was sharded before, with another policy than was ``asked``, or for another precision."""
-    applied = {param.mp_policy for param in fsdp2.fsdp_params(model)}
+    groups = fsdp2.groups_of(fsdp2.fsdp_units(model))
+    applied = {param.mp_policy for group in groups for param in group.fsdp_params}
     if asked is None:
         return not {each.param_dtype for each in applied} <= {None, policy.param_dtype}
     return bool(applied) and applied.isdisjoint([policy, unit_policy(policy), step_policy(policy)])

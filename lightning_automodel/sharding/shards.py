@@ -14,11 +14,12 @@ and have drawn alike since, then hold parts of one tensor.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.gradients.token_loss import wide_dtype
@@ -145,14 +146,16 @@ def make_shard(tensor: Any) -> Any:
     return tensor
 
 
-def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
-    """Let all parameters that FSDP2 manages compute like whole tensors, from now on, also after a run.
+def shard_parameters(
+    units: Iterable[FSDPModule], named: Mapping[str, nn.Parameter], accept_hooks: bool
+) -> None:
+    """Let all parameters of FSDP2 ``units`` compute like whole tensors, from now on, also after a run.
 
-    ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient hooks of theirs, since gradients
-    are final then.
+    ``named`` are those of the whole module. ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient
+    hooks of theirs, since gradients are final then.
     """
-    names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
-    for group in fsdp2.fsdp_param_groups(module):
+    names = {id(parameter): without_wrappers(name) for name, parameter in named.items()}
+    for group in fsdp2.groups_of(units):
         for param in group.fsdp_params:
             shard = make_shard(param.sharded_param)
             shard.parameter_name = names.get(id(shard), "a parameter")

@@ -51,7 +51,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
-        groups = list(fsdp2.fsdp_param_groups(model))
+        groups = fsdp2.groups_of(fsdp2.fsdp_units(model))
         stack.callback(fsdp2.set_flags, fsdp2.flags_of(groups, fsdp2.Reductions))
         for group in groups:
             group.reduce_grads = is_optim_step or defer is not True
@@ -64,4 +64,5 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
                 fsdp2.zero_missing_gradients(group)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
-            fsdp2.reduce_deferred_gradients(root, list(fsdp2.fsdp_param_groups(cast(nn.Module, root))))
+            units = fsdp2.fsdp_units(cast(nn.Module, root))
+            fsdp2.reduce_deferred_gradients(root, fsdp2.groups_of(units))

@@ -71,6 +71,8 @@ def plan_sharding(
     parameters that could neither be sharded nor stay whole. None if nobody asks for what stays whole.
     """
     roots = [model] if root_is_model else callable_children(model)
+    named = dict(model.named_parameters())
+    modules = list(model.modules())
     large: list[nn.Linear] = []
     if policy is not None:
         starts = model.children() if root_is_model else roots
@@ -78,12 +80,12 @@ def plan_sharding(
     else:
         found = list(dict.fromkeys(block for root in roots for block in _repeated_blocks(root)))
         if root_is_model:
-            linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+            linear = [module for module in modules if isinstance(module, nn.Linear)]
             large = [layer for layer in linear if layer.in_features * layer.out_features >= HEAD_ELEMENTS]
     found = [unit for unit in found if unit not in roots]
     places = _places(model, roots, {*found, *large})
     apart = _apart(places)
-    whole = _stay_whole(model, places, precision)
+    whole = _stay_whole(modules, named, places, precision)
     # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
     # last, that of the embedding: after the whole backward, which then hides neither of them.
     heads = [
@@ -94,7 +96,7 @@ def plan_sharding(
     return ShardingPlan(
         roots,
         units=[unit for unit in found if unit in apart],
-        replicated={name for name, parameter in model.named_parameters() if parameter in whole},
+        replicated={name for name, parameter in named.items() if parameter in whole},
         head=heads[0] if len(heads) == 1 else None,
     )
 
@@ -126,7 +128,10 @@ def _apart(places: Mapping[nn.Parameter, set[_Place]]) -> set[nn.Module | None]:
 
 
 def _stay_whole(
-    model: nn.Module, places: Mapping[nn.Parameter, set[_Place]], precision: MixedPrecisionPolicy | None
+    modules: Iterable[nn.Module],
+    named: Mapping[str, nn.Parameter],
+    places: Mapping[nn.Parameter, set[_Place]],
+    precision: MixedPrecisionPolicy | None,
 ) -> set[nn.Parameter]:
     """What FSDP2 cannot take: scalars, empty and complex parameters, codes, and those of no root or of several.
 
@@ -135,11 +140,11 @@ def _stay_whole(
     """
     in_half = precision is not None and precision.param_dtype in HALF
     whole: set[nn.Parameter] = set()
-    for module in model.modules():
+    for module in modules:
         is_beside_statistics = in_half and isinstance(getattr(module, "running_mean", None), Tensor)
         if is_beside_statistics or isinstance(module, torch.jit.ScriptModule):
             whole.update(module.parameters(recurse=False))
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         roots = {root for root, _ in places[parameter]}
         is_unfit = parameter.ndim == 0 or parameter.numel() == 0 or parameter.is_complex()
         is_coded = precision is not None and stays_whole(name, parameter, precision)

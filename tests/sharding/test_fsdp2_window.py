@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel.gradients.window_records import BackwardPass, Window
+from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.shards import shard_parameters
@@ -45,8 +46,10 @@ def _micro_batch(sync: FSDP2Window, model: Holder, shards: set[Tensor], step: in
 def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:
     """The head belongs to another optimizer than the gate, and to the same unit: the root."""
     model = Holder(layout)
-    initialise_fsdp2(model, dist.get_world_size())
-    shard_parameters(model, accept_hooks=False)
+    sharded = fsdp_units(model)
+    parameters = dict(model.named_parameters())
+    initialise_fsdp2(model, sharded, parameters, dist.get_world_size())
+    shard_parameters(sharded, parameters, accept_hooks=False)
     sync = FSDP2Window(model, defer, False)
     net: Any = model.inner["net"]
     shards: set[Tensor] = set(model.parameters())

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import memory
 from lightning_automodel.sharding.apply import initialise_fsdp2
+from lightning_automodel.sharding.shards import shard_parameters
 from tests.free_memory import pretended
 from tests.rank_pool import RankPool
 from tests.sharding.fits import Fitted, check_exact, fit_module
@@ -47,8 +48,11 @@ def _estimate(**dtypes: torch.dtype) -> dict[str, int]:
             mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
             mp_policy=MixedPrecisionPolicy(**dtypes),
         )
-    initialise_fsdp2(model, dist.get_world_size())
-    return memory.estimate(model, torch.device("cpu"))
+    sharded = fsdp_units(model)
+    parameters = dict(model.named_parameters())
+    initialise_fsdp2(model, sharded, parameters, dist.get_world_size())
+    shard_parameters(sharded, parameters, accept_hooks=False)
+    return memory.estimate(parameters.values(), torch.device("cpu"))
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -106,7 +110,7 @@ def test_choice(
         device=torch.device("cpu"), mesh=SimpleNamespace(sizes=SimpleNamespace(divisor=2))
     )
     options = StrategyOptions(defer_fsdp_grad_sync=defer, reshard_during_accumulation=reshard)
-    choice = memory.choose(pl.LightningModule(), placement, options)
+    choice = memory.choose((), True, placement, options)
     assert (choice["defer_fsdp_grad_sync"], choice["reshard_during_accumulation"]) == expected
     reason = choice.get("defer_fsdp_grad_sync_reason", "")
     assert reason.startswith("auto: ") == (defer == "auto")

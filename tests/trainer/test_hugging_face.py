@@ -181,7 +181,9 @@ class Adapted(OwnLoss):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % ACCUMULATE and batch_idx + 1 < CAUSAL.num_batches:
-            params = [param for group in fsdp2.fsdp_param_groups(self) for param in group.fsdp_params]
+            params = [
+                param for group in fsdp2.groups_of(fsdp2.fsdp_units(self)) for param in group.fsdp_params
+            ]
             held = [
                 str(param._param_fqn)
                 for param in params

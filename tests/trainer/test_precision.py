@@ -112,7 +112,9 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
 
     def look(batch: Batch, batch_idx: int) -> None:
         if batch_idx % ACCUMULATE == 1:
-            params = [param for group in fsdp2.fsdp_param_groups(module) for param in group.fsdp_params]
+            params = [
+                param for group in fsdp2.groups_of(fsdp2.fsdp_units(module)) for param in group.fsdp_params
+            ]
             if fsdp2.ACCUMULATES_IN_LEAF:
                 # `.grad` of a gathered copy is that of the shard; torch's own attribute has what waits.
                 seen.update((GRAD.__get__(p.unsharded_param).dtype, True) for p in params)
