@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -16,6 +15,7 @@ from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples, has_count
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.precision import HALF
 
 
@@ -70,7 +70,9 @@ class BackwardHooks:
             yield
         self._registers_hooks = is_first and RemovableHandle.next_id > before
         if is_first:
-            self._tell(_hooked(self._module))
+            with plain_access():
+                hooked = _hooked(self._module)
+            self._tell(hooked)
         else:
             self._tell(self._tensor_hooks.names)
 
@@ -166,18 +168,14 @@ class Advice:
 
 def _hooked(module: nn.Module) -> list[str]:
     """What of ``module`` has backward hooks, in words."""
-    hooked = [
-        f"module {name}"
-        for name, submodule in module.named_modules()
-        if torch_internals.has_backward_hooks(submodule)
-    ]
-    # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
-    hooked += [
-        f"parameter {name}"
-        for name, parameter in module.named_parameters()
-        if not isinstance(parameter, DTensor) and torch_internals.has_hooks(parameter)
-    ]
-    return hooked
+    hooked: dict[nn.Module | Tensor, str] = {}
+    for path, owner in module.named_modules():
+        if torch_internals.has_backward_hooks(owner):
+            hooked[owner] = f"module {path}"
+        for name, parameter in torch_internals.parameters_of(owner).items():
+            if parameter is not None and torch_internals.has_hooks(parameter):
+                hooked.setdefault(parameter, f"parameter {path}.{name}")
+    return list(hooked.values())
 
 
 def stop_iteration_error(where: str) -> RuntimeError:

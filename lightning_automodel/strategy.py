@@ -447,6 +447,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.close()
         if self._supervisor.has_failed:
             return
+        self._check_communication()
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup":
             self._prepare_setup_hooks()
@@ -826,15 +827,18 @@ class AutomodelStrategy(ParallelStrategy):
         group = group or self._mesh.group
         tensor = collectives.full(tensor)
         num_averaged = None
-        if self._run is not None:
+        self._check_communication()
+        if self._run is not None and collectives.is_mean(reduce_op):
             inputs = self._run.inputs
-            inputs.check_reduction()
-            if collectives.is_mean(reduce_op):
-                # With padding batches alone their mean is taken, by which a loss without weight may be divided.
-                num_averaged = inputs.num_with_data(group) or group.size()
-                if inputs.is_filler and num_averaged < group.size():
-                    tensor = torch.zeros_like(tensor)
+            # With padding batches alone their mean is taken, by which a loss without weight may be divided.
+            num_averaged = inputs.num_with_data(group) or group.size()
+            if inputs.is_filler and num_averaged < group.size():
+                tensor = torch.zeros_like(tensor)
         return collectives.reduce_tensor(tensor, group, reduce_op, self.root_device, num_averaged)
+
+    def _check_communication(self) -> None:
+        if self._run is not None:
+            self._run.inputs.check_communication()
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -868,6 +872,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._check_communication()
         return collectives.broadcast_object(obj, src)
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -927,6 +932,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._supervisor.is_alone:
             return False
+        self._check_communication()
         timeout = self._options.parsed_timeout
         # All ranks come to the save before the job is requeued, but may not to another one at a stop.
         if self._supervisor.has_failed and not self._requeues:

@@ -19,7 +19,7 @@ from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.distributed.collectives import log_full
+from lightning_automodel.distributed.collectives import Gathers, log_full
 from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
@@ -176,6 +176,7 @@ class TrainingRun:
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
+        self.patches.set(Gathers, "check", self.inputs.check_communication)
         log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
         if host_group.size() > 1:
             lightning_internals.reduce_metrics_in_one_order(module.trainer, self.patches)

@@ -364,17 +364,17 @@ class UnevenInputs:
         self._next = BatchHandle(is_filler=True) if is_last else loader.draw_ahead(1)[0]
         self._next.sent = PendingGather(self._group, not is_last)
 
-    def check_reduction(self) -> None:
-        """Raise RuntimeError, before a reduction or gathering over ranks, if some have ended and evaluate no batch."""
+    def check_communication(self) -> None:
+        """Raise RuntimeError, before user code communicates, if some ranks have ended and evaluate no batch."""
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         # Hooks of a rank's last batch run when all others have ended.
         handle = self._handle if self._is_in_step else self._next
         is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
         if is_of_batch and not self.is_training and (ended := handle.ranks_without()):
             raise RuntimeError(
-                f"A value is reduced or gathered over all ranks within {where}, but not on {ranks(ended)},"
-                " whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks equally"
-                " many batches."
+                f"Ranks communicate within {where}, but not on {ranks(ended)}, whose data has ended: to reduce a"
+                " value, to read trainer.log_dir, to save, or to gather a sharded weight. Log with on_step=False,"
+                " on_epoch=True, do the rest in hooks of the epoch, or give all ranks equally many batches."
             )
 
     def check_gathering(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -393,7 +393,7 @@ class UnevenInputs:
             )
         if group not in (None, dist.group.WORLD):
             return
-        self.check_reduction()
+        self.check_communication()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if self._is_in_step and self.is_training and not progress.is_last_batch:
             return

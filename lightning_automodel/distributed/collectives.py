@@ -105,31 +105,33 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
     return values or []
 
 
-class _Gathers:
-    """What user code gathers from shards: how often so far, and what at the moment."""
+class Gathers:
+    """What user code gathers from shards: how often so far, what at the moment, and what raises if it may not."""
 
     count = 0
     current: str | None = None
+    check: Callable[[], None] = staticmethod(lambda: None)
 
 
 @contextmanager
 def gathering(name: str, function: str) -> Iterator[None]:
     """Context of a gather of a sharded tensor by user code, which every rank of its mesh must reach."""
-    _Gathers.count += 1
-    before = _Gathers.current
-    _Gathers.current = f"{name} for {function}"
+    Gathers.check()
+    Gathers.count += 1
+    before = Gathers.current
+    Gathers.current = f"{name} for {function}"
     yield
-    _Gathers.current = before  # not after an exception: what could not be gathered is told
+    Gathers.current = before  # not after an exception: what could not be gathered is told
 
 
 def current_gather() -> str | None:
     """What user code gathers at the moment, in words; None if nothing. Any thread may ask."""
-    return _Gathers.current
+    return Gathers.current
 
 
 def gathers_so_far() -> int:
     """How many times user code has computed on whole tensors that it took from shards, in this process."""
-    return _Gathers.count
+    return Gathers.count
 
 
 def disagreement(own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST) -> str:

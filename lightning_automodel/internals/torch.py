@@ -176,8 +176,9 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether ``tensor.register_hook`` has registered any."""
-    return bool(tensor._backward_hooks)
+    """Whether ``tensor.register_hook`` has registered any for other code."""
+    hooks: Any = tensor._backward_hooks or {}
+    return not all(defined_in(hook, "lightning_automodel") for hook in hooks.values())
 
 
 version: Callable[[Tensor], int] = attrgetter("_version")

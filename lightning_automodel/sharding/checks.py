@@ -63,6 +63,11 @@ _PICKLED = (
     " checkpoint on every rank (trainer.save_checkpoint), and make a whole module of that"
     " (load_from_checkpoint)."
 )
+_SEVERAL_DTYPES = (
+    "Trainable parameters of one FSDP unit have several dtypes, and FSDP2 reduces their gradients in one. Convert"
+    " them to one dtype, freeze those of the other, let auto_wrap_policy make units of one dtype each, or pass"
+    " data_parallel='ddp'."
+)
 _OUT_OF_MEMORY = (
     "The device has run out of memory. Where there seemed to be room, parameters stay gathered and gradients"
     " unsharded until a window ends, which saves communication: pass reshard_during_accumulation=True, then"
@@ -79,6 +84,7 @@ _EXPLANATIONS = {
     "'fsdp::chunk_cat' with arguments from the 'Sparse": _SPARSE,
     "reshape is not implemented for sparse tensors": _SPARSE,  # from torch 2.15 on
     "'Parameter' object has no attribute '_local_tensor'": _ASSIGNED,
+    "FSDP expects uniform original parameter dtype": _SEVERAL_DTYPES,
     "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
     "out of memory. Tried to allocate": _OUT_OF_MEMORY,
 }

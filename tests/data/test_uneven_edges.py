@@ -104,6 +104,28 @@ class GathersInHook(LabelledModule):
         self.all_gather(torch.ones(1))
 
 
+class ReadsWeights(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("norm", sum(weight.norm() for weight in self.parameters()))
+
+
+class ReadsLogDirectory(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.path = self.trainer.log_dir
+
+
+class WaitsInHook(LabelledModule):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.trainer.strategy.barrier("each batch")
+
+
+class SavesInHook(LabelledModule):
+    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.trainer.save_checkpoint("never written")
+
+
 def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
     make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
 
@@ -115,6 +137,10 @@ def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
         (LogsInHook, "on_validation_batch_end"),
         (LogsEachStep, "validation_step"),
         (GathersInHook, "on_validation_batch_start"),
+        (ReadsWeights, "validation_step"),
+        (ReadsLogDirectory, "validation_step"),
+        (WaitsInHook, "on_validation_batch_end"),
+        (SavesInHook, "on_validation_batch_end"),
     ],
 )
 def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:

@@ -87,6 +87,16 @@ class Sparse(Net):
         return self.net(batch + self.embedding(rows)).pow(2).mean()
 
 
+class SeveralDtypes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.net[:2](batch)
+        return self.net[2](hidden.double()).pow(2).mean()
+
+
 class FreesMemory(Net):
     """As operators of a new device may return tensors without memory: nothing of FSDP2's."""
 
@@ -137,6 +147,11 @@ REFUSED = {
     "sparse": refused(
         Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True).", {}
     ),
+    "several-dtypes": refused(
+        SeveralDtypes,
+        "Trainable parameters of one FSDP unit have several dtypes, and FSDP2 reduces their gradients in one.",
+        {"auto_wrap_policy": set()},
+    ),
     "unused": refused(Unused, UNREDUCED, DDP, accumulate_grad_batches=2),
     "frozen-later": refused(FreezesLater, UNREDUCED, DDP),
     "memory-that-ddp-never-freed": refused(FreesMemory, "setStorage: sizes [2, 4]", DDP),
@@ -159,7 +174,7 @@ def _fit_by_ddp(make: type[Net]) -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("make", [GradientPenalty, Sparse])
+@pytest.mark.parametrize("make", [GradientPenalty, Sparse, SeveralDtypes])
 def test_what_the_messages_advise(pool2: RankPool, make: type[Net]) -> None:
     """Trains."""
     pool2.run(_fit_by_ddp, make)
