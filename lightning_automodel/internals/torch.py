@@ -104,6 +104,16 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
+def hooks_within_step(
+    optimizer: Optimizer, begins: Callable[..., Any] | None, ends: Callable[..., Any]
+) -> list[Callable[..., Any]]:
+    """Hooks of a step that run after ``begins``, if it is one of those before the step, or before ``ends``."""
+    before = list(optimizer._optimizer_step_pre_hooks.values())
+    after = list(optimizer._optimizer_step_post_hooks.values())
+    later = [] if begins is None else before[before.index(begins) + 1 :]
+    return later + after[: after.index(ends)]
+
+
 def defined_in(hook: Any, *packages: str) -> bool:
     """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
     hook = getattr(hook, "hook", hook)  # as modules keep some
