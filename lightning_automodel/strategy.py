@@ -310,6 +310,11 @@ class AutomodelStrategy(ParallelStrategy):
         return self._run is not None and self._run.inputs.is_filler
 
     @property
+    def seconds_drawing(self) -> float:
+        """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead."""
+        return 0.0 if self._run is None else self._run.inputs.seconds_drawing
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         if self.parallel_devices is not None:

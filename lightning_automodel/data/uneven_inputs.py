@@ -1,5 +1,6 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -76,6 +77,7 @@ class UnevenInputs:
         self._pads = uneven == PAD
         self.ahead = ahead
         self._say = say
+        self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after it
@@ -238,7 +240,9 @@ class UnevenInputs:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
         if self.ahead is not None and self._tracked is not None:
+            start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
+            self.seconds_drawing += time.perf_counter() - start
 
     def _training_handle(self) -> BatchHandle:
         """The newest training batch's, from the first of its hooks on."""
@@ -369,12 +373,13 @@ class UnevenInputs:
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         # Hooks of a rank's last batch run when all others have ended.
         handle = self._handle if self._is_in_step else self._next
-        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
+        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end", "batch_transfer"))
         if is_of_batch and not self.is_training and (ended := handle.ranks_without()):
             raise RuntimeError(
                 f"Ranks communicate within {where}, but not on {ranks(ended)}, whose data has ended: to reduce a"
-                " value, to read trainer.log_dir, to save, or to gather a sharded weight. Log with on_step=False,"
-                " on_epoch=True, do the rest in hooks of the epoch, or give all ranks equally many batches."
+                " value, to read trainer.log_dir, to save, or to gather sharded weights, as a forward does. Log with"
+                " on_step=False, on_epoch=True, do the rest in hooks of the epoch, call the model in the step, or give"
+                " all ranks equally many batches."
             )
 
     def check_gathering(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

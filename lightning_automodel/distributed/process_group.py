@@ -13,6 +13,7 @@ import gc
 import logging
 import multiprocessing.util
 import os
+import re
 import signal
 import threading
 import weakref
@@ -73,8 +74,14 @@ def get_local_rank_preinit() -> int:
 
 
 def get_local_world_size_preinit() -> int:
-    """Ranks on this machine, joined or not: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
-    return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
+    """Ranks on this machine, joined or not: LOCAL_WORLD_SIZE, else what SLURM says of the job or the step, else 1."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if number := join.number_in_environment(name, at_least=1):
+            return number
+    # "4(x2),3": 4 on each of two nodes, and 3 on the next.
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    by_node = [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))]
+    return by_node[_first_number("SLURM_NODEID")]
 
 
 def group_rank() -> int:

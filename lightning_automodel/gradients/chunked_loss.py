@@ -59,6 +59,8 @@ def token_loss(
     """
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
+    if label_shift < 0:
+        raise ValueError(f"label_shift must be at least 0, got {label_shift}.")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden {list(hidden.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
@@ -125,7 +127,8 @@ def token_loss(
         )
     if weight is None:
         return loss, is_label.sum()
-    return loss, weight[targets.masked_fill(~is_label, 0)].masked_fill(~is_label, 0.0).sum()
+    weights = weight[targets.masked_fill(~is_label, 0)].masked_fill(~is_label, 0.0)
+    return loss, weights.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
 def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:

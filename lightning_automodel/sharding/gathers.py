@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel.gradients.engine import Engine
+from lightning_automodel.distributed.collectives import Gathers
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.units import fsdp_roots
 
 _STEP_ENDS = -1
@@ -59,7 +60,7 @@ class UnitCollectives:
     drawn at random there. The ``engine`` of the units keeps the number of what was noted.
     """
 
-    def __init__(self, engine: Engine, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
+    def __init__(self, engine: PhasedEngine, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         self._engine = engine
         self._units = units
         self._group = group
@@ -94,7 +95,9 @@ class UnitCollectives:
 
     def _note(self, index: int, *reduced: int) -> None:
         """Note what begins: a unit's all-gather, or the reduction of some of its parameters; or that a step ends."""
-        if self._leader is not None:
+        if self._engine.phase is Phase.HOOKS:
+            Gathers.check()
+        elif self._leader is not None:
             if reduced:
                 raise RuntimeError(_BACKWARD_ALONE)
             if self._told(self._leader, index) != index:
