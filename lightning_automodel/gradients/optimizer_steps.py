@@ -106,9 +106,7 @@ class OptimizerSteps:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.check(optimizer)
-            self._check_hooks(optimizer, self._before_step)
-            self._begin(optimizer)
+            self._begin(optimizer, self._before_step)
             return None
 
         # A closure runs its backward inside the step.
@@ -116,33 +114,28 @@ class OptimizerSteps:
             # End what an earlier call has begun: SAM evaluates the model at the weights that it has written.
             self.whole.end(optimizer)
             result = closure()
-            self.check(optimizer)
-            self._check_hooks(optimizer, None)  # those before the step have run
-            self._begin(optimizer)
+            self._begin(optimizer, None)
             return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": run_closure}
         return (args[0], run_closure, *args[2:]), kwargs
 
-    def _check_hooks(self, optimizer: Optimizer, begins: Callable[..., Any] | None) -> None:
-        """Raise RuntimeError for hooks of others that would run while owners have whole parameters."""
-        if not self.whole.of(optimizer):
-            return
-        hooks = torch_internals.hooks_within_step(optimizer, begins, self._after_step)
-        if hooks:
+    def _begin(self, optimizer: Optimizer, hook: Callable[..., Any] | None) -> None:
+        """Called when the gradients are there, by a ``hook`` before the step, or within it."""
+        self.check(optimizer)
+        # Torch runs the hooks of a step again for the step of a base class.
+        self.whole.drop(optimizer)
+        self._check_parameters(optimizer)
+        self._check_gradients_by_hand(optimizer)
+        hooks = torch_internals.hooks_within_step(optimizer, hook, self._after_step)
+        if hooks and self.whole.of(optimizer):
             raise RuntimeError(
                 f"{', '.join(getattr(hook, '__qualname__', str(hook)) for hook in hooks)}: hooks of a step of"
                 f" {type(optimizer).__name__}, which would see whole parameters, and those of this rank alone. Register"
                 " them with register_step_pre_hook in configure_optimizers, and with register_step_post_hook in"
                 " on_train_start, or pass optimizer_step='shards'."
             )
-
-    def _begin(self, optimizer: Optimizer) -> None:
-        # Torch runs the hooks of a step again for the step of a base class.
-        self.whole.drop(optimizer)
-        self._check_parameters(optimizer)
-        self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
         self._gathers_before = collectives.gathers_so_far()
 
