@@ -16,12 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.utils import (
-    clip_grad_norm_,
-    clip_grad_value_,
-    parameters_to_vector,
-    vector_to_parameters,
-)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
 
 @dataclass
@@ -60,11 +55,6 @@ def even_rows(like: Tensor) -> Tensor:
     return torch.arange(like.shape[0]) % 2 == 0
 
 
-def checkered(like: Tensor) -> Tensor:
-    """A mask of each element."""
-    return (torch.arange(like.numel()) % 3 == 0).view(like.shape)
-
-
 def _with_nan(tensor: Tensor) -> Tensor:
     """A copy whose last row holds a NaN."""
     copied = tensor.clone()
@@ -78,6 +68,10 @@ READS: dict[str, Snippet] = {
     "norm as a number": lambda net: float(net.weight.norm()),
     "where a short layer is largest": lambda net: (net.short.argmax(), net.short.max(dim=0).values),
     "norms of columns": lambda net: net.weight.norm(dim=0).sum(),
+    "other norms": lambda net: (
+        *(net.weight.norm(p=1), net.weight.norm(float("inf")), torch.linalg.norm(net.weight, 2)),
+        *(torch.linalg.vector_norm(net.weight, 3), torch.linalg.vector_norm(x=net.weight)),
+    ),
     "NaN": lambda net: _with_nan(net.weight.grad).isnan().sum(),
     "finite": lambda net: all(torch.isfinite(p.grad).all() for p in net.parameters),
     "counts": lambda net: ((net.weight > 0).sum(), net.weight.count_nonzero(), (net.weight > 0).nonzero()),

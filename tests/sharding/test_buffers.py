@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.utils.data import DataLoader
 
@@ -33,9 +34,10 @@ ONES = torch.ones(8, WIDTH, dtype=torch.float64)
 class Normalised(LightningModule):
     """Notes its running mean at the start and the end of each training step, and in each validation step."""
 
-    def __init__(self) -> None:
+    def __init__(self, wraps: bool = False) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
+        norm = nn.BatchNorm1d(WIDTH)
+        self.model = nn.Sequential(checkpoint_wrapper(norm) if wraps else norm, nn.Linear(WIDTH, 1)).double()
         self.seen: dict[str, list[Tensor]] = {"start": [], "end": [], "validation": [], "saved": []}
 
     def note(self, when: str) -> None:
@@ -67,30 +69,30 @@ def _fit(module: Any, options: dict[str, Any], rows: Tensor, validates: bool = T
     return module
 
 
-def _train(options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
+def _train(options: dict[str, Any], folder: Path, wraps: bool = False) -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows = torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64)
     settings = {"accumulate_grad_batches": 3, "val_check_interval": 5, "limit_val_batches": 1}
     callbacks = [Saves("on_train_batch_end", 2, folder / "saved"), WeightAveraging(use_buffers=True)]
-    return _fit(Normalised(), options, rows, **settings, callbacks=callbacks).seen
+    return _fit(Normalised(wraps), options, rows, **settings, callbacks=callbacks).seen
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "wraps"), [("fsdp2", False), ("ddp", False), ("ddp", True)])
+def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, wraps: bool, tmp_path: Path) -> None:
     """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees.
 
-    A save there leaves each rank its own; ``tests/checkpoint/test_module_states.py`` has what is in a
-    checkpoint.
+    Also in torch's wrapper for activation checkpointing, which state dicts do not name. A save there leaves each rank
+    its own; `tests/checkpoint/test_module_states.py` has what is in a checkpoint.
     """
-    first, second = pool2.run(_train, LAYOUTS[layout], tmp_path)
+    first, second = pool2.run(_train, LAYOUTS[layout], tmp_path, wraps)
     assert first["validation"]
     assert all(map(torch.equal, first["validation"], second["validation"]))
     for seen in (first, second):
-        assert torch.equal(seen["saved"][0], seen["end"][1])
+        assert wraps or torch.equal(seen["saved"][0], seen["end"][1])  # the wrapper's second forward goes on
     equal = [torch.equal(one, other) for one, other in zip(first["start"], second["start"], strict=True)]
     assert equal[0]
     assert equal[3]  # a window has three micro-batches

@@ -161,9 +161,9 @@ def test_derivatives_in_evaluation(pool2: RankPool, prefetch: int) -> None:
 
 
 def test_a_backward_in_evaluation_is_refused_beside_ranks_without_data(pool2: RankPool) -> None:
-    pool2.run(validate_by_saliency, 4)
+    pool2.run(evaluate, all_in_turn, 4, 1, Saliency)
     with pytest.raises(RankError, match="A backward in a step of evaluation in which other ranks"):
-        pool2.run(validate_by_saliency, 5)
+        pool2.run(evaluate, all_in_turn, 5, 1, Saliency)
 
 
 def test_replicas_may_gather_other_units(pool4: RankPool) -> None:
@@ -176,12 +176,6 @@ def run_hooked(hook: str, does: str, entry_point: str, policy: Any) -> None:
     strategy = AutomodelStrategy(auto_wrap_policy=policy, prefetch=0, count="samples")
     trainer = make_trainer(strategy, max_epochs=2)
     getattr(trainer, entry_point)(Hooked(hook, does), DataLoader(torch.ones(2, 1), batch_size=1))
-
-
-def validate_by_saliency(num_rows: int) -> None:
-    strategy = AutomodelStrategy(auto_wrap_policy={Block})
-    trainer = make_trainer(strategy, use_distributed_sampler=True, inference_mode=False)
-    trainer.validate(Saliency(all_in_turn), DataLoader(range(num_rows), batch_size=1))
 
 
 def predict(num_rows: int) -> None:

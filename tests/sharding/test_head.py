@@ -1,12 +1,14 @@
-"""The head of a model is gathered and kept with its root, and its gradient is reduced by itself, while others run.
+"""When parameters are gathered, and when gradients are reduced: of a large head, and of units that are gathered ahead.
 
-Below a size it stays in the root's group; here every head is large enough.
+A head is gathered and kept with its root, and its gradient is reduced by itself, while others run. Below a size it
+stays in the root's group; here every head is large enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,17 +16,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding import units
-from lightning_automodel.sharding.units import HEAD_ELEMENTS, plan_sharding
+from lightning_automodel.sharding.units import plan_sharding
 from tests.rank_pool import RankPool
 from tests.sharding.fits import ACCUMULATE, fit_module
-from tests.trainer.exactness import VOCABULARY, WIDTH, Batch, TinyDecoder, assert_exact, full_weights
-from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import loader, make_trainer
+from tests.trainer.exactness import (
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    TinyDecoder,
+    assert_exact,
+    full_weights,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 from tests.trainer.test_layouts import CASE2, CASE4, MODES, REPLICAS
 
 EVERY_HEAD = mock.patch.object(units, "HEAD_ELEMENTS", 1)
@@ -109,98 +123,6 @@ def test_a_second_fit(pool2: RankPool) -> None:
     assert_exact(pool2.run(_fit_twice), expected)
 
 
-class _Scatters(TorchDispatchMode):
-    """Elements of each reduce-scatter, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numels: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "_reduce_scatter_base_":
-            self.numels.append(args[1].numel())
-        return func(*args, **(kwargs or {}))
-
-
-class _Counted(ModelModule):
-    """Notes what the last backward reduces, and in which order."""
-
-    def on_before_zero_grad(self, *args: Any) -> None:
-        self.scatters = _Scatters()
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self.scatters:
-            super().backward(loss, *args, **kwargs)
-
-
-def _reduced(threshold: int) -> tuple[list[int], int, int]:
-    module = _Counted(_make(TinyDecoder))
-    with mock.patch.object(units, "HEAD_ELEMENTS", threshold):
-        make_trainer(AutomodelStrategy()).fit(module, loader(CASE2))
-    embedding, head, norm = (
-        sum(parameter.numel() for parameter in part.parameters())
-        for part in (module.model.embedding, module.model.head, module.model.norm)
-    )
-    return module.scatters.numels, head, embedding + norm
-
-
-def test_its_gradient_is_reduced_first(pool2: RankPool) -> None:
-    """And only the embedding's, and what else the root has, after the whole backward. Sizes are padded to the ranks."""
-    for (before, head, root), (after, _, _) in zip(
-        pool2.run(_reduced, HEAD_ELEMENTS), pool2.run(_reduced, 1), strict=True
-    ):
-        assert len(after) == len(before) + 1
-        assert head <= after[0] <= head + 16
-        assert root <= after[-1] <= root + 16
-        assert head + root <= before[-1] <= head + root + 32
-        assert before[:-1] == after[1:-1]
-
-
-class CallsTheHead(ModelModule):
-    """Calls the head by itself between steps, and keeps what it returns."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        with torch.no_grad():
-            self.returned = self.model.head(torch.ones(1, WIDTH, dtype=torch.float64, device=self.device))
-
-
-def _after_a_fit() -> tuple[tuple[Tensor, Tensor, bool], list[list[float]]]:
-    """What the head has returned between steps, and should have; losses of a plain loop then, and of a whole copy's."""
-    module = CallsTheHead(_make(TinyDecoder))
-    with EVERY_HEAD:
-        fit_module(module, {}, CASE2)
-    weights = full_weights(module.model)
-    is_sharded = hasattr(module.model.head.weight, "placements")
-    called = module.returned[0], weights["head.weight"].sum(1) + weights["head.bias"], is_sharded
-    whole = _make(TinyDecoder)
-    whole.load_state_dict(weights)
-    ids = torch.arange(4)[None]
-    losses: list[list[float]] = []
-    for model in (module.model, whole):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses.append([])
-        optimizer.zero_grad()  # the fit has left those of its last step
-        for _ in range(3):
-            loss = model(ids).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    return called, losses
-
-
-def test_between_steps_and_after_the_fit(pool2: RankPool) -> None:
-    """Called by itself it has the newest weights, and is sharded again, as all is behind a plain loop's backward.
-
-    What stayed gathered would be used by the next step in the place of new weights.
-    """
-    for (returned, expected, is_sharded), (sharded, whole) in pool2.run(_after_a_fit):
-        torch.testing.assert_close(returned, expected, rtol=1e-12, atol=1e-12)
-        assert is_sharded
-        assert sharded == pytest.approx(whole, rel=1e-12)
-        assert whole[0] > whole[-1]
-
-
 class Model(nn.Module):
     """A decoder as far as its parts go."""
 
@@ -243,3 +165,113 @@ def test_a_large_one_on_the_meta_device() -> None:
             model.heads["head0"] = nn.Linear(2**11, features, bias=False)
         assert (plan_sharding(model, None, True).head is not None) == is_head
     assert not dist.is_initialized()
+
+
+# --- All-gathers that start ahead -------------------------------------------------------------------------------------
+
+
+LAYOUTS = {name: STRATEGIES[name] for name in ("resharded", "kept")}
+
+
+class Events(Callback):
+    """All-gathers, reductions, forwards and backwards of the first micro-batch, by name, as they start on this rank."""
+
+    def __init__(self) -> None:
+        self.events = []
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self._patches = PatchStack()
+        self._trainer = trainer
+        for name, unit in module.named_modules():
+            if isinstance(unit, FSDPModule):
+                label = name.rpartition(".")[2] or "root"
+                fsdp2.note_collectives(unit, partial(self._note_collective, label), self._patches)
+                if name:
+                    unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
+
+    def _note_collective(self, label: str, *reduced: int) -> None:
+        self._note(f"reduce {label}, {len(reduced)}" if reduced else f"gather {label}")
+
+    def _note(self, event: str) -> None:
+        if self._trainer.fit_loop.epoch_loop.batch_idx == 0:
+            self.events.append(event)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._note("backward")
+
+    def on_train_end(self, *args: Any) -> None:
+        self._patches.restore()
+
+
+def fit(options: dict[str, Any]) -> tuple[Outcome, list[str], dict[str, Any]]:
+    """Weights, events of the first micro-batch, and what `describe` says."""
+    module = ModelModule(filled_decoder())
+    events = Events()
+    weights, described = fit_module(module, options, callbacks=[events])
+    assert not any(fsdp2.Unit(unit).is_pending for unit in fsdp2.fsdp_units(module))
+    return weights, events.events, described
+
+
+FORWARD = {
+    1: ["gather root", "gather 0", "gather 1", "after 0", "gather 2", "after 1", "after 2"],
+    2: ["gather root", "gather 0", "gather 1", "gather 2", "after 0", "after 1", "after 2"],
+}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded"))
+def test_weights_are_exact_and_gathers_start_ahead(
+    pool2: RankPool, options: dict[str, Any], ahead: int
+) -> None:
+    """The unit behind (or two) is being gathered while one computes, and none more often than without."""
+    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
+    first, second = pool2.run(fit, {**options, "prefetch": ahead})
+    assert first[1] == second[1]
+    weights, events, described = first
+    assert weight_error(weights, expected) <= TOLERANCE
+    forward = events[: events.index("backward")]
+    backward = events[events.index("backward") + 1 :]
+    assert forward == FORWARD[ahead]
+    is_kept = options.get("reshard_during_accumulation") is False
+    assert [e for e in backward if e.startswith("gather")] == (
+        [] if is_kept else ["gather 2", "gather 1", "gather 0"]
+    )
+    assert described["prefetch"] == ahead
+    assert "prefetch_reason" not in described
+
+
+def _described_in_two_runs() -> list[dict[str, Any]]:
+    """What a validation, and a fit after it, have decided."""
+    module = ModelModule(filled_decoder())
+    strategy = AutomodelStrategy(**LAYOUTS["resharded"])
+    trainer = make_trainer(strategy, limit_val_batches=1, limit_train_batches=1)
+    described = []
+    for run in (trainer.validate, trainer.fit):
+        run(module, loader())
+        described.append(strategy.describe())
+    return described
+
+
+def test_auto(pool2: RankPool) -> None:
+    """On a CPU one unit, and that is said with the reason; a run that finds the module sharded decides alike."""
+    for _, events, _ in pool2.run(fit, LAYOUTS["resharded"]):
+        assert events[: len(FORWARD[1])] == FORWARD[1]
+    for first, second in pool2.run(_described_in_two_runs):
+        for key in ("prefetch", "roots", "units", "replicated"):
+            assert second[key] == first[key], key
+        assert second["prefetch"] == 1
+        assert second["prefetch_reason"].startswith("auto: 1 on a CPU")
+        assert second["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
+
+
+def _reductions() -> list[str]:
+    events = Events()
+    with EVERY_HEAD:
+        fit_module(ModelModule(filled_decoder()), {}, callbacks=[events], accumulate_grad_batches=1)
+    return [event for event in events.events if event.startswith("reduce")]
+
+
+def test_the_gradient_of_the_head_is_reduced_first(pool2: RankPool) -> None:
+    """And only the embedding's, and what else the root has, after the whole backward. With numbers of parameters."""
+    blocks = [f"reduce {index}, 4" for index in (2, 1, 0)]
+    assert pool2.run(_reductions) == [["reduce head, 2", *blocks, "reduce root, 3"]] * 2

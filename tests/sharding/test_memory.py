@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,12 +19,9 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import memory
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.shards import shard_parameters
-from tests.free_memory import pretended
 from tests.rank_pool import RankPool
-from tests.sharding.fits import Fitted, check_exact, fit_module
-from tests.trainer.exactness import assert_exact
-from tests.trainer.plain import prefixed
-from tests.trainer.runs import CASE, LabelledModule, by_default, train_plainly
+from tests.sharding.fits import check_exact
+from tests.trainer.runs import CASE, by_default
 from tests.trainer.test_models import Scalars
 
 MIB = 2**20
@@ -140,60 +136,11 @@ def test_ranks_agree(pool2: RankPool) -> None:
     assert pool2.run(_spare, 2**40) == [350 * 2**40 - 30] * 2
 
 
-WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7]]
-"""Of three micro-batches in the first epoch, the last of them short, and of two in the second."""
-
-
-def fit(options: dict[str, Any], fraction: float) -> Fitted:
-    """Train where half of each rank's free memory is a part of what it needs for gradients and state."""
-
-    def budget(needed: dict[str, int]) -> float:
-        return fraction * (needed["deferred_gradients"] + needed["sharded_state"])
-
-    changes = GradientAccumulationScheduler({0: 3, 1: 2})
-    with pretended(budget):
-        return fit_module(
-            LabelledModule(), options, callbacks=[changes], max_epochs=2, accumulate_grad_batches=1
-        )
-
-
-CHOICES: dict[str, tuple[dict[str, Any], float, tuple[bool, bool]]] = {
-    # Options; free memory; whether gradients are deferred, and parameters resharded.
-    "neither fits": ({"count_window_ahead": True}, 0.99, (False, True)),
-    "gradients fit": ({}, 1.2, (True, True)),
-    "both fit": ({}, 2.0, (True, False)),
-    "parameters are kept whatever fits": ({"reshard_during_accumulation": False}, 1.2, (False, False)),
-    "offloaded": ({"cpu_offload": True}, 0.99, (False, True)),
-    "manual choice": ({"defer_fsdp_grad_sync": True}, 0.99, (True, True)),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("choice", by_default(CHOICES, "neither fits"))
-def test_exact_whatever_it_decides(pool2: RankPool, choice: Any) -> None:
-    """In windows whose length changes in mid-run, on ragged rows."""
-    options, fraction, (defers, reshards) = choice
-    found = pool2.run(fit, options, fraction)
-    assert_exact([told.weights for told in found], prefixed(train_plainly(WINDOWS)))
-    for told in found:
-        assert told.described["defer_fsdp_grad_sync"] is defers
-        assert told.described["reshard_during_accumulation"] is reshards
-        assert (told.described["estimated_extra_bytes"]["deferred_gradients"] > 0) is defers
-
-
 @pytest.mark.parametrize(
     "options",
     by_default(
         {
             "two": {"reshard_after_forward": 2},
-            "two-undeferred": {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
-            "two-offloaded": {
-                "reshard_after_forward": 2,
-                "cpu_offload": True,
-                "activation_checkpointing": True,
-            },
-            "all": {"reshard_after_forward": 4},
-            "never": {"reshard_after_forward": False},
             "kept": {"reshard_after_forward": 2, "reshard_during_accumulation": False},
         },
         "two",

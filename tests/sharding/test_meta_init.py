@@ -92,23 +92,6 @@ class ReadsValues(nn.Module):
         self.mask[:] = torch.eye(2).bool()
 
 
-class AsksForDevice(nn.Module):
-    """An initialiser that leaves its child alone while there are no values, and initialises it otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(2))
-        self.child = nn.Linear(2, 2)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.gain.is_meta:
-            return
-        nn.init.uniform_(self.gain)
-        nn.init.normal_(self.child.weight)
-
-
 class Tagged(nn.Module):
     """Tells its initialiser, and others, by attributes of parameters what to leave alone."""
 
@@ -151,7 +134,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "scales-children": ScalesChildren,
     "reads-values": ReadsValues,
-    "asks-for-device": AsksForDevice,
     "tagged": Tagged,
     "shares-buffer": SharesBuffer,
     "complex": lambda: HoldsBuffer(torch.empty(3, dtype=torch.complex64)),
@@ -249,16 +231,6 @@ def test_what_nobody_initialises_is_named() -> None:
             " 1.scale, 2.0.0, 1.mask. Give the classes of their modules a reset_parameters() that fills them, as"
             " torch's layers have, load a checkpoint that holds them, or create them on a real device."
         )
-
-
-def test_values_that_come_later_count() -> None:
-    """What a checkpoint or the user fills after the initialisers is no error; the rest still is."""
-    model = _forgetful()
-    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
-    with pytest.raises(ValueError, match=r"^1 parameters.*initialized: 1\.mask\."):
-        check_initialized(model, CPU)
-    model[1].mask.fill_(False)
-    check_initialized(model, CPU)
 
 
 def test_an_initialiser_that_fails_leaves_no_garbage() -> None:

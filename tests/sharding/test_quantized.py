@@ -1,11 +1,13 @@
-"""Weights that are codes: a frozen quantised base below adapters, float8 layers, and what is refused.
+"""Weights that are codes: a frozen quantised base below adapters, float8 layers, what is refused; casts, and ranges.
 
-torchao's float8 layers are tested where it is installed; nothing here has run on a GPU.
+torchao's float8 layers are tested where it is installed; nothing here has run on a GPU. Which dtypes come of which
+precision: `tests/trainer/test_precision.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed.mesh import MeshSizes
+from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.sharding.precision import cast_around
 from lightning_automodel.sharding.quantized import check_replicable, stays_whole
 from tests.rank_pool import RankPool
 from tests.sharding.fits import ACCUMULATE, fit_module
@@ -227,3 +233,59 @@ def test_float8_layers(pool2: RankPool, options: dict[str, Any], gathers: bool, 
     for outcome, loaded in pool2.run(_fit_float8, gathers, options, str(tmp_path / "x.ckpt"), timeout_s=200):
         assert weight_error(outcome, expected) <= 1e-5
         assert weight_error(loaded, expected) <= 1e-5
+
+
+# --- Casts, and the range of sums -------------------------------------------------------------------------------------
+
+
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FP64 = torch.float64
+
+
+def test_policy_that_is_none() -> None:
+    """Found out when the strategy is made."""
+    policy: Any = "bf16"
+    with pytest.raises(TypeError, match="mp_policy must be MixedPrecisionPolicy or None, got 'bf16'"):
+        AutomodelStrategy(mp_policy=policy)
+
+
+def test_casting_around_a_module() -> None:
+    """Floating tensors in any container, going in and coming out; integers stay."""
+    seen: list[torch.dtype] = []
+
+    class Module(nn.Module):
+        def forward(self, ids: torch.Tensor, *, more: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            seen.extend([ids.dtype, more["x"].dtype])
+            return [more["x"], ids]
+
+    module = Module()
+    cast_around([module], MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64))
+    outputs = module(torch.tensor([1]), more={"x": torch.ones(1)})
+    assert seen == [torch.int64, BF16]
+    assert [output.dtype for output in outputs] == [FP64, torch.int64]
+    untouched = Module()
+    cast_around([untouched], MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
+    assert untouched(torch.tensor([1]), more={"x": torch.ones(1)})[0].dtype == FP32
+
+
+def _scaling(in_float16: bool) -> LossScaling:
+    alone: Any = SimpleNamespace(sizes=MeshSizes(1, 1))
+    return LossScaling(None, in_float16, alone, torch.device("cpu"), False, PatchStack())
+
+
+def test_range_of_sums() -> None:
+    """Room for sixteen times what the first micro-batch lets expect, then for the largest window: powers of two."""
+    scaling = _scaling(True)
+    assert scaling.start_window(1000) == 2.0**-14
+    for denominator, factor in (
+        (1500.0, 2.0**-14),
+        (0.0, 2.0**-14),
+        (16_500.0, 2.0**-15),
+        (1100.0, 2.0**-15),
+    ):
+        scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
+        assert scaling.start_window(1) == factor
+    assert _scaling(True).start_window(2.0**-10) == 2.0**6  # denominators below one enlarge the sums
+    assert _scaling(True).start_window(0) == 1
+    assert _scaling(False).start_window(1) is None

@@ -1,25 +1,29 @@
-"""What a shard refuses, what it computes without gathering anything, and whole tensors that a sharded model loads.
+"""What a shard refuses, computes without gathering anything, and loads; what is done to shards outside of a step.
 
-What is right: `test_user_code.py`.
+Between forward and backward, in `on_fit_end` and after the fit, on all ranks or on one: what was lost or wrong there
+without a word is right, or refused in words. What is right in hooks: `test_user_code.py`.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankPool
 from tests.sharding.fits import fit_module
-from tests.trainer.exactness import full_weights
-from tests.trainer.runs import CASE, LabelledModule
+from tests.sharding.writers import Writer, fit, fit_or_refusal, fit_plainly, train
+from tests.trainer.exactness import Outcome, assert_exact, full_weights, weight_error
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, by_default
 
 
 def _row_set(p: Tensor) -> None:
@@ -56,16 +60,6 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def _gradient_written(p: Any) -> None:
-    """What is written to gradients may be followed: nobody differentiates them."""
-    p.parameter_name = "weight"
-    p.grad = torch.ones(3, 3)
-    p.grad[0] += p[0]
-    p.grad[1].add_(p[1])
-    torch._foreach_add_([p.grad], [p])
-    assert torch.equal(p.grad, torch.tensor([[3.0], [3.0], [2.0]]).expand(3, 3))
-
-
 def _sharded(whole: Tensor) -> DTensor:
     return distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
 
@@ -74,82 +68,36 @@ def _parameter() -> Any:
     return make_shard(nn.Parameter(_sharded(torch.ones(3, 3))))
 
 
-def _refusals() -> dict[str, str]:
-    found = {}
-    for what, write in FOLLOWED.items():
+def _refuse_writes() -> None:
+    for write in FOLLOWED.values():
         parameter = _parameter()
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(
+            RuntimeError, match=r"writes in place to a sharded tensor that autograd follows.*no_grad\(\)"
+        ):
             write(parameter)
-        found[what] = str(raised.value)
         with torch.no_grad():
             write(parameter)
-    _gradient_written(_parameter())
-    return found
-
-
-def _lost_derivatives() -> dict[str, str]:
-    found = {}
-    for what, write in SUMS.items():
-        parameter = _parameter()
-        plain = nn.Parameter(torch.ones(3, 3))
-        total = torch.zeros_like(parameter)
-        expected = torch.zeros(3, 3)
-        write(total, parameter)
-        write(expected, plain)
-        assert torch.equal(total.full_tensor(), expected)
-        with pytest.raises(RuntimeError) as raised:
-            (total.square().sum() + parameter.sum()).backward()
-        found[what] = str(raised.value)
-    return found
-
-
-def test_derivatives_of_what_was_written_in_parts_are_refused(pool2: RankPool) -> None:
-    """The values are right, and would be differentiated without what autograd follows."""
-    for messages in pool2.run(_lost_derivatives):
-        assert messages.keys() == SUMS.keys()
-        assert all("A backward reaches what was written in place" in text for text in messages.values())
 
 
 def test_what_autograd_follows_is_not_written_in_parts(pool2: RankPool) -> None:
     """Its gradients would be those of before."""
-    for messages in pool2.run(_refusals):
-        for what, message in messages.items():
-            assert "writes in place to a sharded tensor that autograd follows" in message, what
-            assert "torch.no_grad()" in message
+    pool2.run(_refuse_writes)
 
 
-REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda g: g.sum(),
-    "norm": lambda g: g.norm(),
-    "norm of torch": torch.norm,
-    "norm by keyword": lambda g: g.norm(p=2),
-    "first norm": lambda g: g.norm(p=1),
-    "third norm": lambda g: torch.linalg.vector_norm(g, 3),
-    "norm of a keyword": lambda g: torch.linalg.vector_norm(x=g),
-    "list": lambda g: torch.nn.utils.get_total_norm([g, g]),
-    "norms of columns": lambda g: g.norm(dim=0),
-    "largest": lambda g: g.norm(float("inf")),
-    "spectral norm": lambda g: torch.linalg.norm(g, 2),
-}
-GATHERED = {"first norm", "norm of a keyword", "third norm", "norms of columns", "largest", "spectral norm"}
+def _refuse_derivatives() -> None:
+    for write in SUMS.values():
+        parameter = _parameter()
+        total, expected = torch.zeros_like(parameter), torch.zeros(3, 3)
+        write(total, parameter)
+        write(expected, nn.Parameter(torch.ones(3, 3)))
+        assert torch.equal(total.full_tensor(), expected)
+        with pytest.raises(RuntimeError, match="A backward reaches what was written in place"):
+            (total.square().sum() + parameter.sum()).backward()
 
 
-def _gathers_of_reductions() -> dict[str, int]:
-    whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3) - 4
-    sharded = make_shard(_sharded(whole))
-    found = {}
-    for what, reduce in REDUCED.items():
-        with CommDebugMode() as communicated:
-            value = reduce(sharded)
-        assert torch.allclose(value, reduce(whole), rtol=1e-14), what
-        counts = communicated.get_comm_counts()
-        found[what] = sum(number for name, number in counts.items() if "all_gather" in str(name))
-    return found
-
-
-def test_sums_and_roots_of_squares_gather_nothing(pool2: RankPool) -> None:
-    for counts in pool2.run(_gathers_of_reductions):
-        assert {what for what, number in counts.items() if number} == GATHERED
+def test_derivatives_of_what_was_written_in_parts_are_refused(pool2: RankPool) -> None:
+    """The values are right, and would be differentiated without what autograd follows."""
+    pool2.run(_refuse_derivatives)
 
 
 # --- Whole tensors loaded by `load_state_dict`: what projects do with a file that they kept ---------------------------
@@ -205,35 +153,228 @@ def test_after_a_fit(pool2: RankPool) -> None:
         assert sharded == plain
 
 
-class Assigns(LabelledModule):
-    """Replaces its parameters instead of writing to them."""
+# --- Between forward and backward, at the end of a fit and after it ---------------------------------------------------
+
+
+def right_everywhere(
+    pool: RankPool, options: dict[str, Any], make: Callable[..., Writer], *args: Any
+) -> None:
+    """Weights of a fit are those of one process, on every rank."""
+    assert_exact(pool.run(fit, options, make, args), fit_plainly(make, args))
+
+
+class ReadsInStep(Writer):
+    """Weighs a loss by a norm of the last step's gradients, and looks at weights, behind the forward."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+        if batch_idx == 2:
+            assert len(gradients) == 6
+            total = torch.stack([g.norm() for g in gradients]).norm()
+            loss = loss * (1 + total + gradients[0].abs().max())
+        return loss
+
+
+class GrowsAGroupInStep(Writer):
+    """Trains its head from the second window on."""
+
+    def __init__(self, takes_from: str) -> None:
+        super().__init__()
+        self.takes_from = takes_from
+
+    def configure_optimizers(self) -> Any:
+        self.all = list(self.student.head.parameters())
+        self.optimizer = torch.optim.SGD(self.student.blocks.parameters(), lr=0.1)
+        return self.optimizer
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        if batch_idx == 2:
+            taken = self.all if self.takes_from == "list" else list(self.student.head.parameters())
+            self.optimizer.add_param_group({"params": taken})
+        return loss
+
+
+@pytest.mark.parametrize("engine", by_default({name: name for name in STRATEGIES}, "kept", "resharded"))
+@pytest.mark.every_case
+def test_gradients_read_in_the_step(pool2: RankPool, engine: str) -> None:
+    right_everywhere(pool2, STRATEGIES[engine], ReadsInStep)
+
+
+def test_shards_join_an_optimizer_in_the_step(pool2: RankPool) -> None:
+    right_everywhere(pool2, STRATEGIES["kept"], GrowsAGroupInStep, "list")
+
+
+@pytest.mark.parametrize("engine", ["kept", "resharded"])
+@pytest.mark.every_case
+def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
+    """Within the step, behind the forward, what the module has may be copies: right, or refused in words."""
+    expected = fit_plainly(GrowsAGroupInStep, ("module",))
+    for found in pool2.run(fit_or_refusal, STRATEGIES[engine], GrowsAGroupInStep, "module"):
+        if isinstance(found, str):
+            assert "2 parameters of SGD are not those of" in found
+        else:
+            assert weight_error(Outcome(found), expected) <= TOLERANCE
+
+
+# --- Hooks on parameters ----------------------------------------------------------------------------------------------
+
+
+class Hooks(Writer):
+    """Registers a hook on a parameter, where it is made or after it was distributed."""
+
+    def __init__(self, place: str, how: str) -> None:
+        super().__init__(place)
+        self.how = how
+        self.reach("init")
+
+    def write(self) -> None:
+        getattr(self.student.blocks[0].linear.weight, self.how)(_doubled)
+
+    def on_fit_start(self) -> None:
+        self.reach("fit_start")
 
     def on_train_start(self) -> None:
-        self.load_state_dict(other_weights(), assign=True)
+        self.reach("train_start")
+
+    def configure_optimizers(self) -> Any:
+        self.reach("optimizers")
+        return super().configure_optimizers()
 
 
-def _assign() -> str:
-    with pytest.raises(AttributeError) as raised:
-        fit_module(Assigns(), {})
-    return str(raised.value)
+def _doubled(value: Tensor) -> Any:
+    """As a hook on a gradient, or on a parameter whose gradient is there."""
+    if value.grad is None:
+        return value * 2
+    value.grad.mul_(2)
+    return None
 
 
-def test_assigned_parameters_are_refused(pool2: RankPool) -> None:
-    """FSDP2 would train shards that the module does not have."""
-    for message in pool2.run(_assign):
-        assert message.startswith("load_state_dict(..., assign=True), or an initialiser")
+_STEP = "on_before_optimizer_step"
+_AHEAD = {"count_window_ahead": True}
+_INSTEAD = "use register_post_accumulate_grad_hook with count_window_ahead=True"
+BY_GRADIENT, BY_PARAMETER = "register_hook", "register_post_accumulate_grad_hook"
+REFUSED: list[tuple[dict[str, Any], str, str, tuple[str, ...]]] = [
+    (
+        {},
+        "init",
+        BY_GRADIENT,
+        ("1 parameters that FSDP2 shards have gradient hooks", "which it never calls"),
+    ),
+    ({}, "fit_start", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "train_start", BY_PARAMETER, (BY_PARAMETER, _STEP)),
+    ({}, "batch_end", BY_GRADIENT, (BY_GRADIENT, _STEP)),
+    ({}, "optimizers", BY_PARAMETER, (BY_PARAMETER, _STEP)),
+    # FSDP2 calls those after accumulation alone.
+    (_AHEAD, "fit_start", BY_GRADIENT, (_INSTEAD,)),
+    # They would see sums over label tokens.
+    (STRATEGIES["ddp"], "train_start", BY_PARAMETER, ()),
+]
 
 
-def _load_on_one_rank() -> bool:
-    module = LabelledModule()
-    fit_module(module, {})
-    before = {name: p.to_local().detach().clone() for name, p in module.named_parameters()}
-    if torch.distributed.get_rank() == 1:
-        module.load_state_dict(other_weights())
-    assert all(isinstance(p, DTensor) for p in module.parameters())
-    after = {name: p.to_local() for name, p in module.named_parameters() if p.to_local().numel()}
-    return not any(torch.equal(part, before[name]) for name, part in after.items())
+def _refused_hooks() -> list[dict[str, Tensor] | str]:
+    return [fit_or_refusal(options, Hooks, where, how) for options, where, how, _ in REFUSED]
 
 
-def test_is_not_a_collective(pool2: RankPool) -> None:
-    assert pool2.run(_load_on_one_rank) == [False, True]
+def test_hooks_are_refused(pool2: RankPool) -> None:
+    for messages in pool2.run(_refused_hooks):
+        for (_, where, how, texts), message in zip(REFUSED, messages, strict=True):
+            assert isinstance(message, str), f"{how} in {where}: nothing was refused"
+            for text in ("student.blocks.0.linear.weight", *texts):
+                assert text in message, f"{how} in {where}"
+
+
+# --- The end of a fit, and after it -----------------------------------------------------------------------------------
+
+
+class Merges(Writer):
+    """Merges an adapter into its head at the end, as PEFT's `merge_and_unload` does, and takes values into a bias."""
+
+    def write(self) -> None:
+        head = self.student.head
+        original = head.weight.data.clone()
+        original += self.student.blocks[0].linear.weight[:3] @ self.student.blocks[1].linear.weight
+        head.weight.data = original
+        head.bias.data = torch.linspace(-1, 1, 3, dtype=torch.float64)
+        self.student.blocks[0].linear.bias.data = self.student.blocks[0].linear.bias.data * 3
+
+    def on_fit_end(self) -> None:
+        self.reach("fit_end")
+
+
+def _merge(place: str) -> dict[str, Tensor]:
+    module = Merges(place)
+    train(module, {})
+    module.reach("after the fit")
+    return full_weights(module)
+
+
+@pytest.mark.parametrize("place", ["fit_end", "after the fit"])
+@pytest.mark.every_case
+def test_values_taken_at_the_end(pool2: RankPool, place: str) -> None:
+    module = Merges()
+    module.load_state_dict(fit_plainly(Merges, ()))
+    with torch.no_grad():
+        module.write()
+    assert_exact(pool2.run(_merge, place), {name: p.detach() for name, p in module.named_parameters()})
+
+
+SAVES: dict[str, Callable[[Writer], Any]] = {
+    "state dict": lambda module: torch.save(module.state_dict(), io.BytesIO()),
+    "parameter": lambda module: torch.save(module.student.head.weight, io.BytesIO()),
+    "gradient": lambda module: torch.save(module.student.head.weight.grad, io.BytesIO()),
+    "averages": lambda module: torch.save([p.detach().clone() for p in module.parameters()], io.BytesIO()),
+    "optimizer": lambda module: torch.save(module.trainer.optimizers[0].state_dict(), io.BytesIO()),
+    "pickle": lambda module: pickle.dumps(module.student.head.weight),
+    "safetensors": lambda module: safetensors.torch.save(module.state_dict()),
+}
+
+
+class Saves(Writer):
+    """Saves on the first rank alone, as scripts do, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, str] = {}
+
+    def save(self, where: str) -> None:
+        """Save everything that has shards."""
+        if self.global_rank == 0:
+            for what, save in SAVES.items():
+                try:
+                    save(self)
+                    self.told[f"{what} {where}"] = "nothing was refused"
+                except RuntimeError as error:
+                    self.told[f"{what} {where}"] = str(error)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if optimizer.state:
+            self.save("before the step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.save("at a batch's end")
+
+    def on_fit_end(self) -> None:
+        self.save("in on_fit_end")
+
+
+def _save() -> dict[str, str]:
+    module = Saves()
+    train(module, {})
+    module.save("after the fit")
+    state = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    torch.save(state, io.BytesIO())
+    return module.told
+
+
+def test_shards_are_not_saved_by_one_rank(pool2: RankPool) -> None:
+    """Half of the weights would be written; what the refusal says to do works."""
+    told, nothing = pool2.run(_save)
+    assert len(told) >= 3 * len(SAVES) - 1
+    assert nothing == {}
+    for what, message in told.items():
+        assert "full_tensor()" in message, what
+        assert "save_checkpoint" in message, what
+        assert "export_hugging_face" in message, what

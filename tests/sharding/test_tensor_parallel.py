@@ -24,26 +24,17 @@ from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.sharding.fits import ACCUMULATE, Fitted, Logits, fit_module
+from tests.sharding.fits import ACCUMULATE, Logits, fit_module
 from tests.trainer.cases import Case
-from tests.trainer.exactness import (
-    PLAN,
-    Batch,
-    Outcome,
-    TinyDecoder,
-    full_weights,
-    micro_batches,
-    weight_error,
-)
+from tests.trainer.exactness import PLAN, Batch, Outcome, TinyDecoder, micro_batches, weight_error
 from tests.trainer.hugging_face import _SIZES, filled
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, make_trainer
+from tests.trainer.runs import first_by_default, make_trainer
 
 TENSOR = 2
 TWO: dict[str, Any] = {"tensor_parallel_size": TENSOR}
 CLIP = 0.05
-WRONG = 1e-6
 CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=2, gap="micro_batches")
 
 
@@ -57,39 +48,9 @@ class TensorParallelModule(ModelModule):
     def configure_model(self) -> None:
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
-    def on_train_end(self) -> None:
-        self.last_norm = self.trainer.strategy.last_step.grad_norm
-
 
 def own_batches() -> list[Batch]:
     return micro_batches(CASE)[dist.get_rank() // TENSOR]
-
-
-def fit_clipped(options: dict[str, Any]) -> tuple[Fitted, float]:
-    """What a fit leaves, and the last norm."""
-    module = TensorParallelModule(decoder())
-    found = fit_module(module, {**TWO, **options}, CASE, gradient_clip_val=CLIP)
-    return found, float(module.last_norm)
-
-
-@pytest.mark.parametrize(
-    "options", by_default({name: STRATEGIES[name] for name in ("kept", "resharded", "undeferred")})
-)
-def test_two_by_two(pool4: RankPool, options: dict[str, Any]) -> None:
-    """Each element counts once in the norm, whichever mesh it is sharded over; whether gradients are clipped shows."""
-    norms: list[Tensor] = []
-
-    def clip(parameters: list[nn.Parameter]) -> None:
-        norms.append(nn.utils.clip_grad_norm_(parameters, CLIP))
-
-    expected = prefixed(plain_weights(decoder(), ACCUMULATE, CASE, clip=clip))
-    assert all(norm > CLIP for norm in norms)
-    assert weight_error(prefixed(plain_weights(decoder(), ACCUMULATE, CASE)), expected) > WRONG
-    for found, norm in pool4.run(fit_clipped, options):
-        assert weight_error(found.weights, expected) <= TOLERANCE
-        mesh = found.described["mesh"]
-        assert mesh["data_parallel"] == mesh["tensor_parallel"] == found.described["gradient_divisor"] == 2
-        assert norm == pytest.approx(norms[-1].item(), rel=TOLERANCE)
 
 
 class Poisoned(TensorParallelModule):
@@ -170,40 +131,6 @@ def test_peers_see_the_same_data_and_random_numbers(pool4: RankPool) -> None:
         assert drawn == others_drawn
         assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
     assert sorted(outcomes[0][1] + outcomes[2][1]) == list(range(8))
-
-
-class OnMeta(ModelModule):
-    """Created without values, shared out by its plan, and filled by its layers' own initialisers."""
-
-    def __init__(self) -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Embedding(11, 7), nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 11))
-        super().__init__(model)
-
-    def configure_model(self) -> None:
-        plan = {"0": PLAN["embedding"], "1": PLAN["head"], "3": PLAN["head"]}
-        if self.device_mesh["tensor_parallel"].size() > 1:
-            parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def initial_weights_from_meta(tensor: int) -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    module = OnMeta()
-    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=tensor), max_steps=1)
-    trainer.fit(module, DataLoader(micro_batches(CASE)[0], batch_size=None))
-    return full_weights(module.model)
-
-
-@pytest.mark.sweep
-def test_weights_from_the_meta_device_do_not_depend_on_the_layout(pool4: RankPool) -> None:
-    """One seed gives one model, cut along one or two mesh dimensions, unevenly."""
-    expected = pool4.run(initial_weights_from_meta, 1)[0]
-    assert all(weight.abs().sum() > 0 for name, weight in expected.items() if "weight" in name)
-    for weights in pool4.run(initial_weights_from_meta, TENSOR):
-        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
 class CountsSamples(TensorParallelModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,98 +56,47 @@ def _plan(
     )
 
 
-def _tied_to_head() -> Model:
-    model = Model(
-        embedding=nn.Embedding(3, 2), blocks=nn.ModuleList(_blocks()), head=nn.Linear(2, 3, bias=False)
-    )
-    model.head.weight = model.embedding.weight
-    return model
+def _linears() -> list[nn.Module]:
+    return [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
-def _tied_block() -> Model:
-    model = Model(blocks=nn.ModuleList(_blocks(3)), head=nn.Linear(2, 2))
-    model.head.weight = model.blocks[1].linear.weight
-    return model
-
-
-def _tied_blocks() -> Model:
-    model = Model(blocks=nn.ModuleList(_blocks(3)))
-    model.blocks[2].linear.weight = model.blocks[0].linear.weight
-    return model
-
-
-def _tied_inside_a_block() -> Model:
-    block = Block(other=nn.Linear(2, 2))
-    block.other.weight = block.linear.weight
-    return Model(blocks=nn.ModuleList([block, Block()]))
-
-
-def _shared_below_blocks() -> Model:
-    shared = nn.Linear(2, 2)
-    return Model(blocks=nn.ModuleList([Block(adapter=shared), Block(adapter=shared), Block()]))
-
-
-def _same_block_twice_in_a_list() -> Model:
-    first, second = _blocks()
-    return Model(blocks=nn.ModuleList([first, second, first]))
-
-
-UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "nothing_repeats": (lambda: Model(linear=nn.Linear(2, 2)), []),
-    "list": (lambda: Model(blocks=nn.ModuleList(_blocks())), ["blocks.0", "blocks.1"]),
-    "deep_list": (
-        lambda: Model(a=WithForward(b=WithForward(c=nn.ModuleList(_blocks())))),
-        ["a.b.c.0", "a.b.c.1"],
-    ),
-    "sequential_without_its_activations": (
-        lambda: Model(net=nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))),
-        ["net.0", "net.2"],
-    ),
-    "inner_sequentials_stay_whole": (
-        lambda: Model(net=nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))),
-        ["net.0", "net.1"],
-    ),
-    "lists_inside_blocks_stay_whole": (
-        lambda: Model(blocks=nn.ModuleList([Block(experts=nn.ModuleList(_blocks()))])),
-        ["blocks.0"],
-    ),
-    "list_of_lists": (
-        lambda: Model(stages=nn.ModuleList([nn.ModuleList(_blocks()), nn.ModuleList(_blocks(1))])),
-        ["stages.0.0", "stages.0.1", "stages.1.0"],
-    ),
-    "dictionary_of_sequentials": (
-        lambda: Model(
-            experts=nn.ModuleDict({"a": nn.Sequential(*_blocks()), "b": nn.ModuleList(_blocks(1))})
-        ),
-        ["experts.b.0"],
-    ),
-    "no_split_modules": (
-        lambda: Model(
-            hf=HuggingFace(layers=nn.ModuleList(_blocks()), more=nn.ModuleList([nn.Linear(2, 2)]))
-        ),
-        ["hf.layers.0", "hf.layers.1"],
-    ),
-    "no_split_modules_elsewhere": (
-        lambda: Model(hf=HuggingFace(block=Block()), own=nn.ModuleList([nn.Linear(2, 2)])),
-        ["hf.block", "own.0"],
-    ),
-    "tied_to_head": (_tied_to_head, ["blocks.0", "blocks.1"]),
-    "tied_block": (_tied_block, ["blocks.0", "blocks.2"]),
-    "tied_blocks": (_tied_blocks, ["blocks.1"]),
-    "tied_inside_a_block": (_tied_inside_a_block, ["blocks.0", "blocks.1"]),
-    "shared_below_blocks": (_shared_below_blocks, ["blocks.2"]),
-    "same_block_twice_in_a_list": (_same_block_twice_in_a_list, ["blocks.0", "blocks.1"]),
-    "frozen_blocks": (
-        lambda: Model(blocks=nn.ModuleList(_blocks()).requires_grad_(False), head=nn.Linear(2, 2)),
-        ["blocks.0", "blocks.1"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "units"), UNITS.values(), ids=UNITS)
-def test_default_units(build: Callable[[], nn.Module], units: list[str]) -> None:
+def test_default_units() -> None:
     """The outermost repeated blocks, each once; what shares a parameter with anything outside is left to the root."""
-    assert _plan(build()) == (units, [""], set())
+    first, second = _blocks()
+    shared = nn.Linear(2, 2)
+    model = Model(
+        alone=nn.Linear(2, 2),
+        list=nn.ModuleList(_blocks()),
+        deep=WithForward(b=WithForward(c=nn.ModuleList(_blocks()))),
+        with_activation=nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        sequentials=nn.Sequential(nn.Sequential(*_linears()), nn.Linear(2, 2)),
+        holds_list=nn.ModuleList([Block(experts=nn.ModuleList(_blocks()))]),
+        lists=nn.ModuleList([nn.ModuleList(_blocks()), nn.ModuleList(_blocks(1))]),
+        dictionary=nn.ModuleDict({"a": nn.Sequential(*_blocks()), "b": nn.ModuleList(_blocks(1))}),
+        hf=HuggingFace(layers=nn.ModuleList(_blocks()), more=nn.ModuleList(_linears())),
+        hf_of_one=HuggingFace(block=Block()),
+        tied_to_root=nn.ModuleList(_blocks(3)),
+        tied_within=nn.ModuleList(_blocks(3)),
+        tied_inside=nn.ModuleList([Block(other=nn.Linear(2, 2))]),
+        shared_below=nn.ModuleList([Block(adapter=shared), Block(adapter=shared), Block()]),
+        twice=nn.ModuleList([first, second, first]),
+        frozen=nn.ModuleList(_blocks()).requires_grad_(False),
+        embedding=nn.Embedding(3, 2),
+        head=nn.Linear(2, 3, bias=False),
+    )
+    model.alone.weight = model.tied_to_root[1].linear.weight
+    model.tied_within[2].linear.weight = model.tied_within[0].linear.weight
+    model.tied_inside[0].other.weight = model.tied_inside[0].linear.weight
+    model.head.weight = model.embedding.weight
+    units, roots, replicated = _plan(model)
+    assert (roots, replicated) == ([""], set())
+    assert units == [
+        *("list.0", "list.1", "deep.b.c.0", "deep.b.c.1", "with_activation.0", "with_activation.2"),
+        *("sequentials.0", "sequentials.1", "holds_list.0", "lists.0.0", "lists.0.1", "lists.1.0"),
+        *("dictionary.b.0", "hf.layers.0", "hf.layers.1", "hf_of_one.block", "tied_to_root.0"),
+        *("tied_to_root.2", "tied_within.1", "tied_inside.0", "shared_below.2", "twice.0", "twice.1"),
+        *("frozen.0", "frozen.1"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +115,9 @@ def test_policy_overrides(policy: Any, units: list[str]) -> None:
     """Classes (with their subclasses) or a predicate; outermost matches only, and only what has parameters."""
     model = Model(blocks=nn.ModuleList(_blocks()), activation=nn.ReLU(), head=nn.Linear(2, 3))
     assert _plan(model, policy)[0] == units
-    assert _plan(_tied_to_head(), {nn.Embedding, Block})[0] == ["blocks.0", "blocks.1"], "tied to no unit"
+    model.embedding = nn.Embedding(3, 2)
+    model.embedding.weight = model.head.weight
+    assert _plan(model, {nn.Embedding, Block})[0] == ["blocks.0", "blocks.1"], "tied to no unit"
 
 
 def test_scalars_and_empty_parameters_stay_whole() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_automodel.distributed import collectives
@@ -70,8 +70,15 @@ FACTS: dict[str, Snippet] = {
     "written": lambda net: net.weight.data.copy_(ramp(net.weight)),
     "frozen": lambda net: net.module.requires_grad_(True),
     "zeroed": lambda net: net.module.zero_grad(),
+    "loaded": lambda net: net.module.load_state_dict({"head.bias": torch.ones(3)}, strict=False),
 }
 """No collectives, so that one rank may do these alone."""
+REDUCED: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda g: g.sum(),
+    "norm": lambda g: (g.norm(), torch.norm(g), g.norm(p=2)),
+    "norm of a list": lambda g: nn.utils.get_total_norm([g, g]),
+}
+"""Collectives, which gather nothing."""
 WITHOUT_GRADIENTS = (
     *("norm as a number", "norms of columns", "where a short layer is largest", "counts", "outer product"),
     *("product of matrices", "equal", "masked", "reshaped", "state dict", "rows of weights", "normalised"),
@@ -128,7 +135,7 @@ class Told(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.last is not None:
-            self.last.weights = all_whole(dict(self.net.named_parameters()))
+            self.last.weights = {name: whole(p) for name, p in self.net.named_parameters()}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = (self.net(batch) - batch[:, :3]).square().sum()
@@ -177,8 +184,7 @@ class Told(LightningModule):
         if not raised_anywhere(self.last.error is not None):
             self.last.value = in_numbers(value)
         gradients = {name: p.grad for name, p in self.net.named_parameters()}
-        present = all_whole({name: gradient for name, gradient in gradients.items() if gradient is not None})
-        self.last.gradients = {name: present.get(name) for name in gradients}
+        self.last.gradients = {name: None if g is None else whole(g) for name, g in gradients.items()}
 
     def _trained(self, optimizer: Any) -> Trained:
         net = self.net
@@ -216,34 +222,6 @@ def whole(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.detach().clone()
-
-
-def all_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same of many, with one collective for all that are split by rows over the same ranks."""
-    found = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        by_group: dict[Any, dict[str, DTensor]] = defaultdict(dict)
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),):
-                by_group[tensor.device_mesh.get_group()][name] = tensor
-        for group, split in by_group.items():
-            padded = [_padded(tensor, group.size()) for tensor in split.values()]
-            flat = torch.cat([part.flatten() for part in padded])
-            by_rank = [torch.empty_like(flat) for _ in range(group.size())]
-            dist.all_gather(by_rank, flat, group=group)
-            columns = torch.stack(by_rank).split([part.numel() for part in padded], dim=1)
-            for (name, tensor), column in zip(split.items(), columns, strict=True):
-                rows_of_all = column.reshape(-1, *tensor.shape[1:])
-                found[name] = rows_of_all[: tensor.shape[0]].clone()
-    return {name: found[name] if name in found else whole(tensor) for name, tensor in tensors.items()}
-
-
-def _padded(tensor: DTensor, num_ranks: int) -> Tensor:
-    """This rank's rows, and zeros where it has fewer than the first rank."""
-    own = tensor._local_tensor.detach()
-    padded = own.new_zeros(-(-tensor.shape[0] // num_ranks), *tensor.shape[1:])
-    padded[: len(own)] = own
-    return padded
 
 
 def in_numbers(value: Any) -> Any:
@@ -367,7 +345,7 @@ def _fitted() -> Told:
 
 
 def _gathers_of_facts() -> dict[str, int]:
-    """How often each of `FACTS` has gathered."""
+    """How often each of `FACTS` and `REDUCED` has gathered."""
     module = _fitted()
     found = {}
     net = module._trained(module.optimizer)
@@ -375,6 +353,11 @@ def _gathers_of_facts() -> dict[str, int]:
         before = collectives.gathers_so_far()
         fact(net)
         found[name] = collectives.gathers_so_far() - before
+    for name, reduce in REDUCED.items():
+        with CommDebugMode() as communicated:
+            reduce(net.weight.detach())
+        counts = communicated.get_comm_counts().items()
+        found[name] = sum(count for operator, count in counts if "all_gather" in str(operator))
     before = collectives.gathers_so_far()
     net.weight.sort()
     found["a gather"] = collectives.gathers_so_far() - before

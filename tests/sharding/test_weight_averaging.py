@@ -6,20 +6,16 @@ outlive it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
@@ -33,16 +29,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, filled_decoder, sgd, train_model_plainly, windows
-from tests.trainer.runs import (
-    CASE,
-    STRATEGIES,
-    TOLERANCE,
-    by_default,
-    first_by_default,
-    loader,
-    make_trainer,
-    mean_loss,
-)
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
 EPOCHS = 2
 VALIDATE_EVERY = 2
@@ -86,21 +73,6 @@ class Evaluates(ModelModule):
             self.losses.append(float(mean_loss(self.model, batch, "sum")))
 
 
-class AveragesEpochs(WeightAveraging):
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx is not None
-
-
-AVERAGES: dict[str, tuple[Callable[[], WeightAveraging], dict[str, Any]]] = {
-    "ema": (lambda: EMAWeightAveraging(decay=DECAY), {"avg_fn": get_ema_avg_fn(DECAY)}),
-    "fused-ema": (
-        lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
-        {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)},
-    ),
-    "mean-of-epochs": (AveragesEpochs, {}),
-}
-
-
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Full weights and buffers; a collective where they are sharded."""
     return full_weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -113,16 +85,15 @@ def first_losses(model: nn.Module) -> list[float]:
         return [float(mean_loss(model, batches[0], "sum")) for batches in micro_batches(CASE)]
 
 
-def averaged_plainly(name: str) -> tuple[dict[str, Tensor], list[list[float]]]:
+def averaged_plainly() -> tuple[dict[str, Tensor], list[list[float]]]:
     """The average after all epochs, and what each validation finds with it."""
     model = Tempered()
-    averaged = AveragedModel(model, use_buffers=True, **AVERAGES[name][1])
+    averaged = AveragedModel(model, use_buffers=True, avg_fn=get_ema_avg_fn(DECAY))
     optimizer = sgd(model)
     found: list[list[float]] = []  # with the average after none, one, ... of the windows of an epoch
 
     def end_window(*_: Any) -> None:
-        if name != "mean-of-epochs":
-            averaged.update_parameters(model)
+        averaged.update_parameters(model)
         found.append(first_losses(averaged.module))
 
     optimizer.register_step_post_hook(end_window)
@@ -132,8 +103,6 @@ def averaged_plainly(name: str) -> tuple[dict[str, Tensor], list[list[float]]]:
         train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
         for last in range(VALIDATE_EVERY - 1, CASE.num_batches, VALIDATE_EVERY):
             losses.append(found[sum(window[-1] <= last for window in windows(CASE, ACCUMULATE))])
-        if name == "mean-of-epochs":
-            averaged.update_parameters(model)
     return state(averaged.module), losses
 
 
@@ -145,8 +114,8 @@ def _fit(options: dict[str, Any], callbacks: list[Callback], **settings: Any) ->
     return module
 
 
-def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
-    callback = AVERAGES[name][0]()
+def _average(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
+    callback: Any = _ema()
     module = _fit(options, [callback], val_check_interval=VALIDATE_EVERY)
     held = sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
@@ -156,71 +125,22 @@ def _average(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], lis
 
 
 @pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
-@pytest.mark.parametrize("name", first_by_default(list(AVERAGES)))
-def test_average(pool2: RankPool, name: str, options: dict[str, Any]) -> None:
-    """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights."""
-    expected, losses = averaged_plainly(name)
+def test_average(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights.
+
+    `tests/search` draws averages under everything else.
+    """
+    expected, losses = averaged_plainly()
     trained = Tempered()
     train_model_plainly(trained, ACCUMULATE, epochs=EPOCHS)
     total = sum(parameter.numel() for parameter in trained.parameters())
     assert weight_error(state(trained), expected) > WRONG, "an average differs"
-    for rank, (weights, found, held) in enumerate(pool2.run(_average, name, options)):
+    for rank, (weights, found, held) in enumerate(pool2.run(_average, options)):
         assert weight_error(weights, expected) <= TOLERANCE
         assert len(found) == len(losses)
         assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
         is_whole = options.keys() & {"data_parallel", "data_parallel_replicate_size"}
         assert held == total if is_whole else held < 0.7 * total
-
-
-class Follows(Evaluates):
-    """Has running statistics that follow each rank's own data; keeps those that it validates with."""
-
-    def __init__(self, wraps: bool) -> None:
-        norm = nn.BatchNorm1d(3)
-        super().__init__(
-            nn.Sequential(checkpoint_wrapper(norm) if wraps else norm, nn.Linear(3, 1)).double()
-        )
-        self.seen: Tensor | None = None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self.model(batch).square().mean(), "num_label_tokens": len(batch)}
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.model(batch)
-        self.seen = self.model[0].running_mean.clone()
-
-
-def _average_statistics(engine: str, wraps: bool, folder: Path) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = torch.randn(6, 4, 3, generator=generator, dtype=torch.float64).add(dist.get_rank())
-    module = Follows(wraps)
-    trainer = make_trainer(
-        AutomodelStrategy(data_parallel=engine, save_distributed_checkpoint=False),
-        accumulate_grad_batches=2,
-        max_epochs=1,
-        enable_checkpointing=True,
-        callbacks=[EMAWeightAveraging(decay=DECAY), ModelCheckpoint(folder, engine)],
-    )
-    data = DataLoader(batches, batch_size=None)
-    trainer.fit(module, data, data)
-    assert module.seen is not None
-    return module.seen, torch.load(folder / f"{engine}.ckpt")["state_dict"]["model.0.running_mean"]
-
-
-@pytest.mark.parametrize("wraps", [True, False])
-def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: bool) -> None:
-    """All ranks validate with the average of the first rank's, which is the saved one, under FSDP2 as under DDP.
-
-    Also those of a module that torch's wrapper for activation checkpointing holds, which state dicts do not
-    name.
-    """
-    found = [pool2.run(_average_statistics, engine, wraps, tmp_path) for engine in ENGINES]
-    (seen, saved), *others = (result for by_rank in found for result in by_rank)
-    torch.testing.assert_close(seen, saved, rtol=TOLERANCE, atol=0)
-    assert seen.abs().min() > WRONG
-    for other, file in others:
-        torch.testing.assert_close(other, seen, rtol=TOLERANCE, atol=0)
-        torch.testing.assert_close(file, seen, rtol=TOLERANCE, atol=0)
 
 
 class SavesWithinValidation(Callback):

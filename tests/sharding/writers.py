@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -115,25 +114,11 @@ class Writer(LightningModule):
 # --- Teachers ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def lightly_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
-    """As lightly.models.utils.update_momentum."""
-    for ema, current in zip(model_ema.parameters(), model.parameters(), strict=True):
-        ema.data = ema.data * m + current.data * (1.0 - m)
-
-
 def dino_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
     """As in DINO's train_one_epoch."""
     with torch.no_grad():
         for param_q, param_k in zip(model.parameters(), model_ema.parameters(), strict=True):
             param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)
-
-
-@torch.no_grad()
-def polyak(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
-    """As in reinforcement learning."""
-    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
-        t.copy_(m * t + (1 - m) * s)
 
 
 @torch.no_grad()
@@ -145,15 +130,6 @@ def timm_ema(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> Non
         ema.append(ema_v)
         current.append(model_v)
     torch._foreach_lerp_(ema, current, weight=1.0 - m)
-
-
-@torch.no_grad()
-def foreach_mul_add(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
-    """As torchvision's and ultralytics' averages, over lists."""
-    ema = list(model_ema.parameters())
-    current = [p.detach() for p in model.parameters()]
-    torch._foreach_mul_(ema, m)
-    torch._foreach_add_(ema, current, alpha=1 - m)
 
 
 def hard_update(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
@@ -169,18 +145,7 @@ def swap(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
         t.data = kept
 
 
-UPDATES = {
-    update.__name__: update
-    for update in (
-        lightly_update_momentum,
-        dino_update_momentum,
-        polyak,
-        timm_ema,
-        foreach_mul_add,
-        hard_update,
-        swap,
-    )
-}
+UPDATES = {update.__name__: update for update in (dino_update_momentum, timm_ema, hard_update, swap)}
 PLACES = ("start", "end", "batch_start", "batch_end", "before_zero_grad", "middle")
 
 
@@ -205,18 +170,6 @@ class TeachesInParallel(Teaches):
                 parallelize_module(net, self.device_mesh["tensor_parallel"], plan)
 
 
-class AveragesByTorch(Writer):
-    """Keeps `torch.optim.swa_utils.AveragedModel` as its teacher, updated after each micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__("batch_end")
-        self.teacher = AveragedModel(Net(2).double(), multi_avg_fn=get_ema_multi_avg_fn(MOMENTUM))
-        self.teacher.requires_grad_(False)
-
-    def write(self) -> None:
-        self.teacher.update_parameters(self.student)
-
-
 # --- What is written to the trained weights themselves --------------------------------------------------------------
 
 
@@ -228,26 +181,8 @@ def swav(head: nn.Linear) -> None:
     head.weight.copy_(w)
 
 
-def data(head: nn.Linear) -> None:
-    """The same by its data."""
-    head.weight.data = F.normalize(head.weight.data, dim=1)
-
-
-@torch.no_grad()
-def vector(head: nn.Linear) -> None:
-    """Weight and bias from one vector."""
-    nn.utils.vector_to_parameters(torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters())
-
-
-def reset(head: nn.Linear) -> None:
-    """By initialisers."""
-    nn.init.constant_(head.weight, 0.25)
-    nn.init.zeros_(head.bias)
-
-
 WAYS: dict[str, Callable[[nn.Linear], Any]] = {
-    **{way.__name__: way for way in (swav, data, vector, reset)},
-    "shrunk": lambda head: head.weight.data.mul_(0.9),
+    "swav": swav,
     "read": lambda head: [p.data.norm() for p in head.parameters()],
     "counted": lambda head: head.weight.data[1:].clamp_(-0.01, 0.01),
     # These raise no version counter of what has been gathered.
@@ -266,14 +201,6 @@ class WritesHead(Writer):
 
     def write(self) -> None:
         self.way(self.student.head)
-
-
-class NormalisesUnits(Writer):
-    """Writes the weights of its blocks."""
-
-    def write(self) -> None:
-        for block in self.student.blocks:
-            data(block.linear)
 
 
 class WritesHeld(Writer):
@@ -328,15 +255,6 @@ class AveragesIntoBuffers(Writer):
             mean.mul_(0.5).add_(weight, alpha=0.5)
         with torch.no_grad():  # where the test looks
             self.teacher.head.weight[:, 0] = self.mean_0[:3, 0]
-
-
-class Freezes(Writer):
-    """Freezes a layer of the root in its step, and unfreezes it again."""
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx in (2, 4):
-            self.student.head.requires_grad_(batch_idx == 4)
-        return self.distance(batch)
 
 
 def clamp(net: nn.Module) -> None:
