@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,21 +117,13 @@ def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is missing, cut off or changed; the status says so too."""
+    """What has changed; the status says so too."""
     shards = save_shards(tmp_path / "a.ckpt")
     whole = save_whole(tmp_path / "b.ckpt")
-    data = shards / "__0_0.distcp"
-    damage_weight(data), damage_weight(whole)
+    damage_weight(shards / "__0_0.distcp"), damage_weight(whole)
     changed = "has changed since it was written"
     assert f"__0_0.distcp {changed}" in refused(capsys, str(shards))
     assert f"b.ckpt {changed}" in refused(capsys, str(whole))
-    (shards / "manifest.json").unlink()  # without which nothing tells of the table of the shards
-    assert f"__0_0.distcp {changed}" in refused(capsys, str(shards))
-    os.truncate(data, 50)
-    os.truncate(whole, 500)
-    assert "__0_0.distcp is damaged" in refused(capsys, str(shards))
-    assert "b.ckpt is damaged" in refused(capsys, str(whole))
-    assert refused(capsys, f"{tmp_path}/none") == f"error: {tmp_path}/none: {MISSING}: '{tmp_path}/none'\n"
 
 
 def damage_weight(path: Path) -> None:
@@ -221,35 +212,9 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever a damaged pickle leads to while it is read, of a directory without checksums above all."""
-    shards = tmp_path / "a.ckpt"
-    dcp.save({"state_dict": MODEL}, checkpoint_id=str(shards))
-    metadata = shards / ".metadata"
-    content = metadata.read_bytes()
-    generator = random.Random(5)
-    for _ in range(60):
-        damaged = bytearray(content[: generator.randrange(len(content) + 200)])
-        for _ in range(3):
-            if damaged:
-                damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
-        metadata.write_bytes(damaged)
-        assert main(["inspect", str(shards)]) in (0, 1)
-        capsys.readouterr()
-        assert main(["export", str(shards), str(tmp_path / "out"), *CLASS]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    metadata.write_bytes(b"")
-    assert "EOFError: " in refused(capsys, str(shards))
-
-
 def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of other programs that use the same names."""
     path = tmp_path / "a.ckpt"
-    torch.save({"state_dict": [1]}, path)
-    assert "this is not a checkpoint of a LightningModule" in refused(capsys, str(path))
-    torch.save({"state_dict": MODEL, "lightning_automodel": 3}, path)
-    assert refused(capsys, str(path)).startswith(f"error: {path}: AttributeError: 'int'")
     torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, path)
     report = inspected(capsys, str(path))
     assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")

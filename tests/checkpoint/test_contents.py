@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import warnings
 from collections import Counter, defaultdict
 from datetime import timedelta
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.distributed.collectives import background_group
 from tests.checkpoint.checkpoints import (
     FORMS,
@@ -210,21 +209,12 @@ def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: 
     assert list(tmp_path.iterdir()) == []
 
 
-class Pickles(AdamModule):
-    def on_train_start(self) -> None:
-        torch.save(self.model.blocks[0], io.BytesIO())
-
-
-def _pickle() -> str:
-    with pytest.raises(pickle.PicklingError) as raised:
-        fit({}, Pickles())
-    return str(raised.value)
-
-
-def test_pickling_a_sharded_module(pool2: RankPool) -> None:
-    for message in pool2.run(_pickle):
-        assert message.startswith("A sharded module, of which this rank holds a part, cannot be pickled")
-        assert "(torch: Can't pickle" in message
+def test_a_cycle_is_named(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"state_dict": {}}
+    tree["itself"] = tree
+    with pytest.raises(RuntimeError, match="RecursionError"):
+        prepare_shards(tree, str(tmp_path / "a.ckpt"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def _timeout_in_the_background(options: dict[str, Any], folder: str) -> timedelta:
@@ -240,25 +230,6 @@ def test_timeout_in_the_background(pool2: RankPool, tmp_path: Path) -> None:
 
 
 # --- States of optimizers ---------------------------------------------------------------------------------------------
-
-
-class HookedEntries(torch.optim.SGD):
-    """Adds an entry to its state dict by torch's hooks: the rate of a step is their number."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.05)
-        self.phase = 0
-        self.register_state_dict_post_hook(lambda _, state: {**state, "phase": self.phase})
-        self.register_load_state_dict_pre_hook(self._load)
-
-    def _load(self, _: Any, state: dict[str, Any]) -> None:
-        self.phase = state["phase"]
-
-    def step(self, closure: Any = None) -> Any:
-        self.phase += 1
-        for group in self.param_groups:
-            group["lr"] = 0.05 * self.phase
-        return super().step(closure)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -293,7 +264,7 @@ class HidesTensors:
 
 
 class KeepsWrongly(torch.optim.SGD):
-    """Keeps plain tensors of its rank's part, an object that hides shards, or another number on each rank."""
+    """Keeps plain tensors of its rank's part, or another number on each rank."""
 
     def __init__(self, params: Any, what: str) -> None:
         super().__init__(params, lr=0.05)
@@ -308,8 +279,6 @@ class KeepsWrongly(torch.optim.SGD):
                 if self.what == "part":
                     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     self.state[parameter]["momentum"] = local.detach() + 1
-                elif self.what == "object":
-                    self.state[parameter]["hidden"] = {"objects": HidesTensors(torch.zeros_like(parameter))}
         return loss
 
 
@@ -340,7 +309,6 @@ class InOrder(AdamModule):
     ("saving", "resuming", "make", "saved", "resumed"),
     [
         ("replicated", "shards", Module, Lookahead, Lookahead),
-        ("replicated_directory", "one_file_of_shards", Module, HookedEntries, HookedEntries),
         ("shards", "shards", InOrder, 1, -1),
         ("replicated", "replicated", InOrder, 1, -1),
     ],
@@ -363,10 +331,6 @@ def test_states_come_back(
 @pytest.mark.parametrize(
     ("what", "entry"),
     [
-        (
-            "object",
-            "['state']['model.embedding.weight']['hidden']['objects'] cannot be pickled: it is an object",
-        ),
         ("number", "(param_groups.0.seen is 7 on rank 0 and 8 on rank 1)"),
         ("part", "(state.model.embedding.weight.momentum is "),
     ],

@@ -21,15 +21,7 @@ from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
-from tests.checkpoint.checkpoints import (
-    FORMS,
-    are_equal,
-    fit,
-    load_only,
-    resume,
-    save,
-    uninterrupted,
-)
+from tests.checkpoint.checkpoints import FORMS, are_equal, fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error

@@ -1,8 +1,11 @@
-"""A save happens whole or not at all: failures on one rank, in the background, and what is removed when."""
+"""A save happens whole or not at all: failures on one rank, in the background, kills, and what is removed when."""
 
 from __future__ import annotations
 
+import os
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,9 +18,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from pytest_mock import MockerFixture
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import (
     CheckpointError,
     CheckpointSaver,
@@ -25,14 +28,17 @@ from lightning_automodel.checkpoint import (
     shard_directory,
     single_file,
 )
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
+from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.options import StrategyOptions
 from tests.checkpoint.checkpoints import (
     ACCUMULATE,
     FORMS,
+    NUM_BATCHES,
     AdamModule,
     Saves,
-    adamw,
     assert_equal,
+    batches,
     fit,
     forms,
     leftovers,
@@ -40,10 +46,10 @@ from tests.checkpoint.checkpoints import (
     no_space_for_files,
     save,
 )
+from tests.processes import forked
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.plain import plain_weights
-from tests.trainer.runs import loader, make_trainer
+from tests.trainer.runs import mean_loss
 
 PATIENCE_S = 60
 
@@ -321,40 +327,6 @@ def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "last.ckpt").exists()
 
 
-class Unscheduled(AdamModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self)
-
-
-def _save_within_a_window(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after a fit that saves before its first step, and those that it has saved."""
-    strategy = AutomodelStrategy(**options)
-    callbacks = [Saves("on_train_batch_end", 2, path)]
-    module = Unscheduled()
-    make_trainer(strategy, accumulate_grad_batches=3, callbacks=callbacks).fit(module, loader())
-    return full_weights(module.model), load_only(options, path)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reshard_during_accumulation": False},
-        {"reshard_during_accumulation": True},
-        {"cpu_offload": True},
-        {"data_parallel": "ddp"},
-    ],
-    ids=str,
-)
-def test_saving_before_the_first_step_changes_nothing(
-    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """No step of Adam is counted that nobody made, no gradient of the open window is lost, and the file can be read."""
-    expected = plain_weights(AdamModule().model, 3, make_optimizer=adamw)
-    for weights, saved in pool2.run(_save_within_a_window, options, str(tmp_path / "early.ckpt")):
-        assert weight_error(weights, expected) <= 1e-11
-        assert weight_error(saved, full_weights(AdamModule().model)) == 0
-
-
 class NoOptimizer(AdamModule):
     """Trains nothing, as a run that gathers statistics does."""
 
@@ -374,3 +346,233 @@ def test_no_optimizer(pool2: RankPool, tmp_path: Path, form: str, other: str) ->
     """`configure_optimizers` that returns None: saved, and resumed from."""
     path = str(tmp_path / "run.ckpt")
     assert pool2.run(_go_on_without_optimizer, FORMS[form], FORMS[other], path) == [2, 2]
+
+
+# --- SIGKILL at a random moment: all checkpoints in sight are whole ---------------------------------------------------
+
+
+KILLED: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "shards_in_background": {"async_checkpoint": True},
+    "replicated": {"data_parallel": "ddp"},
+    "replicated_in_background": {"data_parallel": "ddp", "async_checkpoint": True},
+}
+NUM_STEPS = 400
+
+
+def _train_until_killed(rank: int, options: dict[str, Any], save_last: Any, folder: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    callback = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=1, save_last=save_last)
+    fit(
+        {**options, "timeout": 0.1},
+        callbacks=[callback],
+        enable_checkpointing=True,
+        max_epochs=-1,
+        max_steps=NUM_STEPS,
+    )
+
+
+def run_and_kill(seed: int, options: dict[str, Any], folder: Path) -> None:
+    """Train on two ranks until a checkpoint is complete; a random time later kill one or both, and wait for the end."""
+    generator = random.Random(seed)
+    save_last = generator.choice([True, "link"])
+    victims = generator.choice([(0,), (1,), (0, 1)])
+    delay_s = generator.uniform(0, 1.5)
+    (folder / "saved").mkdir()
+    ranks = [
+        forked().Process(
+            target=_train_until_killed, args=(rank, options, save_last, str(folder)), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 120
+    while not whole_names(folder / "saved"):
+        assert time.monotonic() < deadline, "no checkpoint came"
+        assert all(process.is_alive() for process in ranks), "a rank ended by itself"
+        time.sleep(0.005)
+    time.sleep(delay_s)
+    for victim in victims:
+        ranks[victim].kill()
+    for process in ranks:
+        process.join(60)
+        assert not process.is_alive(), "the other rank hangs"
+
+
+def whole_names(folder: Path) -> list[Path]:
+    """What a user, or ``ckpt_path="last"``, would take for checkpoints."""
+    return sorted(path for path in folder.glob("*.ckpt") if path.exists())
+
+
+def weights_in(path: Path) -> tuple[int, dict[str, Tensor]]:
+    """Global step and weights of a checkpoint, after all of its files were checked. In this process alone."""
+    if path.is_dir():
+        shards = ShardDirectory(str(path), weights_only=None)
+        checkpoint = shards.read_all(shards.tree)
+        return checkpoint["global_step"], checkpoint["state_dict"]
+    checkpoint = load_file(str(path), None)
+    return checkpoint["global_step"], checkpoint["state_dict"]
+
+
+def expected_weights(num_steps: int) -> list[dict[str, Tensor]]:
+    """Weights after each step of an undisturbed run of plain PyTorch on the same batches, from 0 steps on."""
+    module = AdamModule()
+    configured = module.configure_optimizers()
+    optimizer = configured["optimizer"]
+    schedule = configured["lr_scheduler"]["scheduler"]
+    data = list(batches())
+    weights = [{name: value.clone() for name, value in module.state_dict().items()}]
+    for step in range(num_steps):
+        first = step * ACCUMULATE % NUM_BATCHES
+        window = data[first : first + ACCUMULATE]
+        num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
+        optimizer.zero_grad()
+        loss = torch.stack([mean_loss(module.model, batch, "sum") for batch in window]).sum()
+        (loss / max(num_label_tokens, 1)).backward()
+        optimizer.step()
+        schedule.step()
+        weights.append({name: value.clone() for name, value in module.state_dict().items()})
+    return weights
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Tensor]]:
+    return expected_weights(NUM_STEPS)
+
+
+def newest_step(folder: Path, expected: list[dict[str, Tensor]]) -> int:
+    """The newest step that was saved. Every checkpoint in sight must load and have the weights of its step."""
+    steps = []
+    for path in whole_names(folder):
+        step, weights = weights_in(path)
+        steps.append(step)
+        worst = max(float((weights[name] - value).abs().max()) for name, value in expected[step].items())
+        assert worst <= 1e-10, (path, step, worst)
+    assert steps, "nothing to resume from"
+    return max(steps)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("form", "kills"),
+    [("shards_in_background", 1), *(pytest.param(form, 30, marks=pytest.mark.sweep) for form in KILLED)],
+)
+def test_kills(tmp_path: Path, expected: list[dict[str, Tensor]], form: str, kills: int) -> None:
+    """At random moments, of random victims: some of thirty come within a save."""
+    steps = set()
+    within_a_save = 0
+    for seed in range(kills):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        run_and_kill(seed, KILLED[form], folder)
+        steps.add(newest_step(folder / "saved", expected))
+        within_a_save += len(leftovers(folder / "saved")) > 0
+    assert max(steps) < NUM_STEPS, "the run had ended"
+    if kills > 1:
+        assert len(steps) > 5, "all were killed at the same few steps"
+        assert within_a_save > 0, "no kill came within a save"
+
+
+# --- Checkpoints appear, are replaced and disappear whole -------------------------------------------------------------
+
+
+def make_file(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def make_directory(path: Path, content: str) -> None:
+    path.mkdir()
+    (path / "file").write_text(content)
+
+
+def make_link(path: Path, content: str) -> None:
+    target = path.with_name(f"target of {path.name}")
+    make_directory(target, content)
+    path.symlink_to(target.name)
+
+
+def content(path: Path) -> str:
+    return (path / "file" if path.is_dir() else path).read_text()
+
+
+KINDS: dict[str, Callable[[Path, str], None]] = {
+    "file": make_file,
+    "directory": make_directory,
+    "link": make_link,
+}
+
+
+@pytest.mark.parametrize("old", [None, *KINDS])
+@pytest.mark.parametrize("new", KINDS)
+def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
+    """Whatever was there is replaced, and nothing else is left; the new one goes, and what a link led to stays."""
+    target = tmp_path / "last.ckpt"
+    staging = tmp_path / paths.temporary_name()
+    if old is not None:
+        KINDS[old](target, "old")
+    KINDS[new](staging, "new")
+    paths.replace(staging, target)
+    assert content(target) == "new"
+    assert not os.path.lexists(staging)
+    assert leftovers(tmp_path) == []
+    if old == "link":
+        assert content(tmp_path / "target of last.ckpt") == "old"
+    paths.remove(str(target))
+    assert not os.path.lexists(target)
+    assert leftovers(tmp_path) == []
+    paths.remove(str(target))
+
+
+def test_a_crash_between_two_names_leaves_both(tmp_path: Path, mocker: MockerFixture) -> None:
+    """The directory that stood there is whole, and has a name that `ckpt_path="last"` finds."""
+    target = tmp_path / "last.ckpt"
+    staging = tmp_path / paths.temporary_name()
+    make_directory(target, "old")
+    make_directory(staging, "new")
+    mocker.patch.object(paths.os, "replace", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        paths.replace(staging, target)
+    (old,) = tmp_path.glob("last*.ckpt")
+    assert (content(old), content(staging)) == ("old", "new")
+
+
+def test_other_directories_are_not_replaced(tmp_path: Path) -> None:
+    """A directory of the user's that a checkpoint was to be called like stays; an empty one is taken."""
+    path = tmp_path / "results"
+    path.mkdir()
+    paths.prepare_place(str(path))
+    (path / "thesis.tex").write_text("years of work")
+    message = r"not a checkpoint \(it has no \.metadata\), and saving would replace it: choose .*last\.ckpt"
+    with pytest.raises(CheckpointError, match=message):
+        paths.prepare_place(str(path))
+
+
+def test_a_removal_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, mocker: MockerFixture) -> None:
+    """Its name is gone before the first file is."""
+    target = tmp_path / "old.ckpt"
+    make_directory(target, "old")
+    mocker.patch.object(paths.shutil, "rmtree", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        paths.remove(str(target))
+    mocker.stopall()
+    assert not target.exists()
+    (leftover,) = leftovers(tmp_path)
+    assert leftover.name.startswith(".unfinished-")
+
+
+@pytest.mark.parametrize("old", [None, *KINDS])
+def test_link(tmp_path: Path, old: str | None) -> None:
+    """`last.ckpt` leads to the newest, whatever it was."""
+    newest = tmp_path / "step=2.ckpt"
+    last = tmp_path / "last.ckpt"
+    make_directory(newest, "new")
+    if old is not None:
+        KINDS[old](last, "old")
+    paths.link(newest, last)
+    assert last.is_symlink()
+    assert content(last) == "new"
+    paths.link(newest, newest)
+    assert not newest.is_symlink()
