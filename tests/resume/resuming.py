@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import UserList
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -316,7 +317,7 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
             rows, batch_sampler=OwnBatches(len(rows)), collate_fn=collate
         ),
         "stream": lambda: DataLoader(Stream(rank, ranks), **options),
-        "iterable": lambda: Batches([collate([row]) for row in Stream(rank, ranks)]),
+        "iterable": lambda: UserList([collate([row]) for row in Stream(rank, ranks)]),
         "short own generator": lambda: DataLoader(Subset(rows, range(4)), **drawn),
     }
     if kind in makers:
@@ -394,17 +395,6 @@ class Drawing(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return (random.randrange(NUM_SAMPLES) for _ in range(self.length))
-
-
-class Batches:
-    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return iter(self.batches)
 
 
 class Single(Ragged):

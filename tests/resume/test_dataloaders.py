@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.resume.resuming import (
 from tests.trainer import runs
 
 STOPS = (("on_train_batch_end", 4), ("on_train_epoch_end", 1))
+in_each_run = partial(pytest.param, marks=pytest.mark.every_case)
 REPEATED = (("on_train_batch_end", 3), ("on_train_batch_start", 8), ("on_after_backward", 11))
 
 
@@ -48,6 +50,11 @@ class DrawsItsBatches(Learner):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1)
         return {"loss": loss, "num_label_tokens": int((batch["labels"] != -100).sum())}
+
+
+class SetsEpoch(Calm):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.batch_sampler.set_epoch(self.current_epoch + 5)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,10 @@ class DrawsItsBatches(Learner):
         ("persistent workers", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
         ("stateful", Learner, 2, (*STOPS, ("on_train_batch_end", 9))),
         ("own generator", DrawsItsBatches, 1, STOPS),
+        # The epoch of a user's batch sampler is set by nobody but the user.
+        in_each_run("quiet own batch sampler", SetsEpoch, 2, (*STOPS, ("on_train_batch_end", 10))),
+        # Saved within a last batch that is padding: a save computes the epoch's metrics, which go on.
+        in_each_run("quiet distributed", Calm, 4, (("on_train_batch_start", 8),)),
     ],
 )
 @pytest.mark.timeout(700)
@@ -77,30 +88,6 @@ def test_loader(
     setting = Setting(DDP, trainer, module=module, loader=loader)
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
         assert differing == []
-
-
-class SetsEpoch(Callback):
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        trainer.train_dataloader.batch_sampler.set_epoch(trainer.current_epoch + 5)
-
-
-def sets_epoch() -> list[Callback]:
-    return [SetsEpoch()]
-
-
-def test_batch_sampler_of_a_user(pool2: RankPool, tmp_path: Path) -> None:
-    """Whatever its class, its state is restored, and its epoch, which nobody but the user sets."""
-    trainer = {"precision": "64-true", "accumulate_grad_batches": 2}
-    setting = Setting(DDP, trainer, module=Calm, loader="quiet own batch sampler", callbacks=sets_epoch)
-    stops = (*STOPS, ("on_train_batch_end", 10))
-    assert pool2.run(compare, setting, tmp_path, *stops, timeout_s=120) == [[], []]
-
-
-def test_saved_within_a_last_batch_that_is_padding(pool2: RankPool, tmp_path: Path) -> None:
-    """The save computes the epoch's metrics, and the ranks with a real batch compute them again at its end."""
-    trainer = {"precision": "64-true", "accumulate_grad_batches": 4}
-    setting = Setting(DDP, trainer, module=Calm, loader="quiet distributed")
-    assert pool2.run(compare, setting, tmp_path, ("on_train_batch_start", 8)) == [[], []]
 
 
 def resumed_with(kind: str, other: str, folder: Path) -> str:
@@ -175,29 +162,23 @@ def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) 
 # --- By the indices of their sampler ----------------------------------------------------------------------------------
 
 
-def resumed_with_batch_size(folder: Path) -> list[str]:
-    """Runs on every rank: how fits end that go on with another batch size, and as many batches."""
+def resumed_with_batch_size(folder: Path) -> str:
+    """Runs on every rank: how a fit ends that goes on with another batch size, and as many batches."""
     setting = Setting(DDP, {"max_epochs": 1, "limit_val_batches": 0})
-    found = []
-    for name, save_in in (("within", "on_train_batch_end"), ("at the end", "on_train_epoch_end")):
-        path = folder / f"{name}.ckpt"
-        trainer = make_trainer(setting, [Saver(save_in, 1, path)])
-        trainer.fit(Learner(), DataLoader(Subset(Still(), range(10)), batch_size=7, collate_fn=collate))
-        again = make_trainer(replace(setting, trainer={**setting.trainer, "max_epochs": 2}), [])
-        other = DataLoader(Subset(Still(), range(10)), batch_size=6, collate_fn=collate)
-        try:
-            again.fit(Learner(), other, ckpt_path=path)
-            found.append("resumed")
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    saver = Saver("on_train_batch_end", 1, folder / "within.ckpt")
+    first, second = (
+        DataLoader(Subset(Still(), range(10)), batch_size=size, collate_fn=collate) for size in (7, 6)
+    )
+    make_trainer(setting, [saver]).fit(Learner(), first)
+    with pytest.raises(ValueError, match="Training loaders go on within an epoch by") as raised:
+        make_trainer(setting, []).fit(Learner(), second, ckpt_path=saver.path)
+    return str(raised.value)
 
 
 def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
     """Ten samples are two batches of seven, or of six: after the first one, a sample would never be seen."""
-    ((within, at_the_end),) = pool1.run(resumed_with_batch_size, tmp_path)
-    assert "[('indices', 2, 6)], and the checkpoint holds [('indices', 2, 7)]" in within
-    assert at_the_end == "resumed"
+    (message,) = pool1.run(resumed_with_batch_size, tmp_path)
+    assert "[('indices', 2, 6)], and the checkpoint holds [('indices', 2, 7)]" in message
 
 
 def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:

@@ -22,7 +22,6 @@ from tests.resume.resuming import (
     Learner,
     Saver,
     Setting,
-    compare,
     differences,
     make_trainer,
     run,
@@ -32,61 +31,6 @@ from tests.trainer.exactness import TOLERANCE, full_weights, weight_error
 from tests.trainer.runs import CASE
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": FSDP2, "ddp": DDP}
-TRAINER = {"precision": "64-true", "accumulate_grad_batches": 3}
-
-
-class Cache(nn.Module):
-    """Buffers that are not what they were when the module was built; what they hold changes the output."""
-
-    def __init__(self, with_sparse: bool) -> None:
-        super().__init__()
-        self.with_sparse = with_sparse
-        self.register_buffer("grown", torch.zeros(0, dtype=torch.float64), persistent=False)
-        self.register_buffer("statistics", None, persistent=False)
-        self.register_buffer("dropped", torch.ones(2), persistent=False)
-        self.register_buffer("counts", None, persistent=False)
-        self.late = None
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.training:
-            seen = value.detach().view(1)
-            self.grown = torch.cat([self.grown, seen])
-            self.statistics = seen if self.statistics is None else 0.9 * self.statistics + 0.1 * seen
-            if self.with_sparse:
-                counted = torch.eye(2).to_sparse()
-                self.counts = counted if self.counts is None else self.counts + counted
-            if self.late is None:
-                del self.late
-                self.register_buffer("late", torch.zeros(1, dtype=torch.float64), persistent=False)
-            self.late += seen
-            self.dropped = None
-        held = (
-            self.grown.mean()
-            + self.late.sum()
-            + self.statistics.sum()
-            + (0 if self.counts is None else self.counts.to_dense().sum())
-        )
-        return value * (1.5 + torch.tanh(held) / 4 + (0 if self.dropped is None else 1))
-
-
-class WithCache(Learner):
-    """Scales its loss by what its caches hold."""
-
-    def __init__(self, with_sparse: bool) -> None:
-        super().__init__()
-        self.cache = Cache(with_sparse)
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.cache(super().loss(batch))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_buffers_that_grew(pool2: RankPool, engine: str, tmp_path: Path) -> None:
-    """Registered with another shape, without a value, or not at all when the module is built; not persistent."""
-    learner = {"with_sparse": engine == "fsdp2"}  # which DDP does not broadcast
-    setting = Setting(ENGINES[engine], {**TRAINER, "limit_val_batches": 0}, learner, module=WithCache)
-    for differing in pool2.run(compare, setting, tmp_path, ("on_train_batch_end", 3), timeout_s=120):
-        assert differing == []
 
 
 def _new_value(kind: str) -> Tensor:
@@ -99,7 +43,10 @@ def _new_value(kind: str) -> Tensor:
 
 
 class Sharing(AdamModule):
-    """One module writes a buffer, and the other reads it, which is one tensor or, of kind "apart", no longer."""
+    """One module writes a buffer, and the other reads it, which is one tensor or, of kind "apart", no longer.
+
+    A buffer of the module itself has no value any more.
+    """
 
     def __init__(self, kind: str, seed: int = CASE.seed) -> None:
         super().__init__(seed)
@@ -108,8 +55,12 @@ class Sharing(AdamModule):
         self.reader = nn.Module()
         first = None if kind == "none" else torch.zeros(1, dtype=torch.float64)
         second = torch.zeros(1, dtype=torch.float64) if kind == "joined" else first
-        self.writer.register_buffer("kept", first, persistent=False)
-        self.reader.register_buffer("kept", second, persistent=False)
+        for part, value in ((self.writer, first), (self.reader, second)):
+            if kind == "late":
+                part.kept = None
+            else:
+                part.register_buffer("kept", value, persistent=False)
+        self.register_buffer("dropped", torch.ones((), dtype=torch.float64), persistent=False)
         self.has_begun = False
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -118,7 +69,13 @@ class Sharing(AdamModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.has_begun:
             self.has_begun = True
-            if self.kind == "apart":
+            self.dropped = None
+            if self.kind == "late":
+                value = _new_value(self.kind)
+                for part in (self.writer, self.reader):
+                    del part.kept
+                    part.register_buffer("kept", value, persistent=False)
+            elif self.kind == "apart":
                 self.reader.kept = self.reader.kept.clone()
             elif self.kind == "joined":
                 self.reader.kept = self.writer.kept
@@ -130,13 +87,15 @@ class Sharing(AdamModule):
             self.writer.kept.add_(_new_value(self.kind))
         else:
             self.writer.kept += 1
-        return super().training_step(batch, batch_idx) * (1 + self.reader.kept.sum().to_dense() / 10)
+        factor = 1 + self.reader.kept.sum().to_dense() / 10 + (0 if self.dropped is None else 1)
+        return super().training_step(batch, batch_idx) * factor
 
 
 def _stop_and_resume(options: dict[str, Any], kind: str, path: str) -> dict[str, Tensor]:
     fit(options, Sharing(kind))[0].save_checkpoint(path)
     module = Sharing(kind, CASE.seed + 2)
     fit(options, module, ckpt_path=path, max_epochs=2)
+    assert "kept" in dict(module.writer.named_buffers())
     return full_weights(module.model)
 
 
@@ -146,7 +105,7 @@ def _never_stop(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", ["grown", "none", "dtype", "strides", "sparse", "apart", "joined"])
+@pytest.mark.parametrize("kind", ["grown", "none", "late", "dtype", "strides", "sparse", "apart", "joined"])
 def test_shared_buffers(pool2: RankPool, pool1: RankPool, kind: str, engine: str, tmp_path: Path) -> None:
     """Modules share after a resume what they shared when it was saved, whatever they share at set-up, and no more."""
     if (kind, engine) == ("sparse", "ddp"):
