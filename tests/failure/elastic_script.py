@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import sys
-import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.distributed import process_group
-from lightning_automodel.distributed.meeting import FAILURE
-from lightning_automodel.failure.coordinated_stop import STOP
 from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, SILENT
@@ -28,22 +23,13 @@ NUM_STEPS = 8
 
 
 class FailsOnce(Callback):
-    """SIGKILL of a random rank in a random micro-batch of the first attempt alone, or an exception there.
-
-    Attributes:
-        found: What the store tells of failures when an attempt begins.
-    """
+    """SIGKILL of a random rank in a random micro-batch of the first attempt alone, or an exception there."""
 
     def __init__(self, seed: int, fault: str) -> None:
         generator = random.Random(seed)
         self.victim = generator.randrange(2)
         self.batch = generator.randrange(ACCUMULATE + 1, ACCUMULATE * NUM_STEPS - 1)
         self.fault = fault
-        self.found: list[str] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        store = dist.PrefixStore("run/0", process_group.connection(timedelta(minutes=1)))
-        self.found = [store.get(key).decode() for key in (STOP, FAILURE)]
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
         is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -77,10 +63,6 @@ def main(folder: Path, seed: int, fault: str) -> None:
         "from": str(trainer.ckpt_path),
         "attempt": attempt,
         "world_size": dist.get_world_size(),
-        "found": fails.found,
-        "threads": [
-            thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")
-        ],
     }
     torch.save(end, folder / f"end{trainer.global_rank}.pt")
 

@@ -46,8 +46,8 @@ HANG = "hang"
 SKIP = "skip"
 ROWS_OF_LESS = 6
 CALLED_ONCE = (
-    "configure_callbacks",
     "prepare_data",
+    "configure_callbacks",
     "setup",
     "configure_model",
     "configure_optimizers",
@@ -55,8 +55,6 @@ CALLED_ONCE = (
     "on_train_start",
     "on_train_epoch_start",
 )
-
-
 CALLED_LAST = ("on_train_end", "on_fit_end", "teardown")
 
 
@@ -116,9 +114,8 @@ class Cell:
 class Outcome:
     """What came of a fault."""
 
-    statuses: dict[
-        int, int | None
-    ]  # exit status by rank; negative is the number of a signal, None still running
+    # Exit status by rank; negative is the number of a signal, None still running.
+    statuses: dict[int, int | None]
     outputs: dict[int, str]  # everything that each rank printed
     seconds: float  # from the fault until the last of the other ranks had left
     raised_s: float | None  # until the Trainer had raised on the last of them; None where it did not on one

@@ -6,12 +6,14 @@ ranks than a machine has. What real processes do is asked in `test_races.py` and
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -32,8 +34,13 @@ from lightning_automodel.distributed.failures import (
     Record,
 )
 from lightning_automodel.distributed.heart import Heart
+from lightning_automodel.distributed.meeting import NONE, outcome_of
 from lightning_automodel.failure import report
+from lightning_automodel.failure.coordinated_stop import REQUEUE, STEPS, STOP, StopAgreement
+from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watch import Watch
+from tests.failure.faults import killed_at_the_end
+from tests.processes import forked
 
 SEED = 3
 EACH_SEED = pytest.mark.parametrize(
@@ -155,39 +162,6 @@ def test_the_switch_ends_a_wait_for_a_stopped_host() -> None:
 # --- Meetings ---------------------------------------------------------------------------------------------------------
 
 
-@EACH_SEED
-def test_all_meet_or_all_are_told_who_is_missing(seed: int) -> None:
-    """Many meetings, with random delays; at some of them somebody does not come."""
-    draw = random.Random(seed)
-    for number in range(10):
-        store = dist.HashStore()
-        size = draw.randint(2, 5)
-        absent = {rank for rank in range(size - 1) if draw.random() < 0.2} if number % 2 else set()
-        came = [rank for rank in range(size) if rank not in absent]
-        outcomes: dict[int, Any] = {}
-
-        def come(
-            rank: int, store: Any = store, size: int = size, outcomes: dict[int, Any] = outcomes
-        ) -> None:
-            try:
-                outcomes[rank] = meeting.meet(store, "here", rank, range(size), rank * rank, 0.3)
-            except RankFailedError as error:
-                outcomes[rank] = error.failure
-
-        threads = [threading.Timer(draw.random() / 20, come, (rank,)) for rank in came]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len(outcomes) == len(came)
-        if absent:
-            (failure,) = set(outcomes.values())
-            assert failure.rank == min(absent)
-            assert f"s at here for ranks {min(absent)}" in failure.message
-        else:
-            assert list(outcomes.values()) == [[rank * rank for rank in range(size)]] * size
-
-
 def test_the_last_one_dies_before_it_has_collected() -> None:
     """Somebody else does it."""
     store = dist.HashStore()
@@ -196,13 +170,12 @@ def test_the_last_one_dies_before_it_has_collected() -> None:
     assert meeting.meet(store, "here", 0, range(2), 7, 0.1) == [7, 7]
 
 
-def test_a_failure_ends_a_wait() -> None:
-    """At once, whoever has posted it."""
+def test_all_meet_or_all_are_told_who_is_missing() -> None:
+    """Whoever comes when the first one has given up is told that too."""
     store = dist.HashStore()
-    meeting.post(store, OWN)
-    with pytest.raises(RankFailedError) as raised:
-        meeting.meet(store, "here", 1, range(2), None, 60.0)
-    assert raised.value.failure == OWN
+    for rank in (0, 1):
+        with pytest.raises(RankFailedError, match=r"rank 0 waited 0\.1 s at here for ranks 1: "):
+            meeting.meet(store, "here", rank, range(2), None, 0.1)
 
 
 # --- What records tell ------------------------------------------------------------------------------------------------
@@ -351,3 +324,133 @@ def test_a_collective_that_never_ends(
             "  rank 1 waits in on_train_start, step 0, at train.py:39 in training_step"
             in watch.failure.message
         )
+
+
+# --- All stop after the same step -------------------------------------------------------------------------------------
+
+
+WAIT_S = 10.0
+
+
+def make_agreements(world_size: int) -> tuple[dist.Store, list[StopAgreement]]:
+    """The agreements of all ranks, and a store with the keys that they read."""
+    store = dist.HashStore()
+    store.set(STOP, NONE)
+    store.set(STEPS, NONE)
+    return store, [StopAgreement(rank, range(world_size)) for rank in range(world_size)]
+
+
+def exchange(agreements: list[StopAgreement], store: dist.Store) -> None:
+    for agreement in agreements:
+        agreement.exchange(store, store.get(STOP), store.get(STEPS))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 20))]
+)
+def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
+    """However far apart the ranks are when they hear of the request, with steps going on meanwhile."""
+    draw = random.Random(seed)
+    world_size = draw.randint(2, 5)
+    store, agreements = make_agreements(world_size)
+    for agreement in agreements:
+        for step in range(1, draw.randint(1, 8)):
+            assert not agreement.begin_step(step, WAIT_S)
+    asking = draw.randrange(world_size)
+    agreements[asking].ask(draw.choice(["", REQUEUE]))
+    last_steps: dict[int, int] = {}
+
+    def take_steps(rank: int, agreement: StopAgreement) -> None:
+        while not agreement.begin_step(agreement.step + 1, WAIT_S):
+            pass
+        last_steps[rank] = agreement.step
+
+    threads = [threading.Thread(target=take_steps, args=entry) for entry in enumerate(agreements)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        exchange(draw.sample(agreements, world_size), store)
+    assert len(last_steps) == world_size
+    promised = outcome_of(store.get(STEPS))
+    assert promised is not None
+    assert set(last_steps.values()) == {1 + max(promised)}
+    assert {agreement.asked_by for agreement in agreements} == {asking}
+    assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
+
+
+@pytest.mark.parametrize("reasons", [(REQUEUE, ""), ("", REQUEUE)])
+def test_requeue_beside_sigterm(reasons: tuple[str, str]) -> None:
+    """SIGTERM right before or after SLURM's signal does not cancel the requeue."""
+    store, (agreement, _) = make_agreements(2)
+    for reason in reasons:
+        agreement.ask(reason)
+    assert agreement.is_asked_here
+    exchange([agreement], store)
+    assert json.loads(store.get(STOP)) == [0, REQUEUE]
+
+
+def test_waiting_step_goes_on_when_released() -> None:
+    """As there is no decision to wait for once a rank has failed."""
+    store, (agreement, _) = make_agreements(2)
+    agreement.begin_step(1, WAIT_S)
+    agreement.ask()
+    exchange([agreement, agreement], store)
+    exchange([agreement], store)
+    released = threading.Timer(0.05, agreement.release)
+    released.start()
+    assert not agreement.begin_step(2, WAIT_S)
+    released.join()
+    assert agreement.last_step is None
+
+
+# --- Where the main thread is -----------------------------------------------------------------------------------------
+
+
+def test_position_of_what_was_raised() -> None:
+    """The user's line, though the main thread is elsewhere by then."""
+    with pytest.raises(AttributeError) as raised:
+        dist.get_world_size("no group")
+    line = raised.traceback[0].lineno + 1
+    name = "test_position_of_what_was_raised"
+    assert main_thread_position(raised.value) == (True, f"{__file__}:{line} in {name}")
+
+
+class Garbage:
+    """In a cycle. Like a tensor, it gives Python's lock away where it is freed."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0.001)
+
+
+def _collect_while_a_thread_looks() -> None:
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            Garbage()
+            main_thread_position()
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1)
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(50):
+        thread = threading.Thread(target=Garbage)
+        thread.start()
+        thread.join()
+    is_over.set()
+    looking.join()
+    assert gc.isenabled()
+
+
+def test_garbage_is_not_collected_while_threads_are_listed() -> None:
+    """With Python 3.11, a thread that starts meanwhile would never run, nor the one that starts it."""
+    process = forked().Process(target=_collect_while_a_thread_looks)
+    process.start()
+    with killed_at_the_end([process]):
+        process.join(60)
+        assert process.exitcode == 0
