@@ -1,15 +1,17 @@
-"""What a rank tells of its failure, and which exceptions only follow from another rank's."""
+"""What a rank tells of its failure, which exceptions only follow from another rank's, and how a process ends."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import socket
+import threading
 from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
 
+from lightning_automodel.distributed import last_resort
 from lightning_automodel.distributed.failures import (
     MAX_MESSAGE_CHARACTERS,
     MISSED_HEARTBEATS,
@@ -20,6 +22,7 @@ from lightning_automodel.distributed.failures import (
     is_communication_error,
     message_of,
 )
+from lightning_automodel.distributed.last_resort import limited
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -111,3 +114,19 @@ def _raised_from(cause: BaseException) -> BaseException:
 def test_communication_errors(exception: BaseException, expected: bool) -> None:
     """Only what says that another rank did not answer is taken for the result of its failure."""
     assert is_communication_error(exception) is expected
+
+
+# --- What a process that has to end says ------------------------------------------------------------------------------
+
+
+def test_a_block_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end cancels the end of the process."""
+    ended = threading.Event()
+    monkeypatch.setattr(last_resort, "end_process", lambda rank, why: ended.set())
+    with limited(60.0, 1, "late"):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timer.join(20)
+    assert not timer.is_alive()
+    assert not ended.is_set()
+    with limited(0.01, 1, "late"):
+        assert ended.wait(20)

@@ -1,4 +1,4 @@
-"""FirstRankPerNode on real ranks: who goes first, and that no failure is lost and nobody waits for ever.
+"""FirstRankPerNode: who goes first, also in a fit, and that no failure is lost and nobody waits for ever.
 
 The pool's four ranks play two nodes by LOCAL_RANK. What needs ranks that make their own group runs in
 processes of its own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -19,14 +20,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from lightning_automodel import AutomodelStrategy, destroy_global_state
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
 from tests.distributed.launched import Launched, place
-from tests.processes import free_port
-from tests.rank_pool import RankPool
+from tests.failure.faults import Model
+from tests.processes import NOT_FROM_OUTSIDE, free_port
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import micro_batches
+from tests.trainer.runs import CASE, SILENT, LabelledModule, make_trainer
 
 SILENCE = timedelta(seconds=1)
 
@@ -385,3 +392,166 @@ def test_failure_reaches_the_others_before_the_store_is_gone(failing_rank: int) 
     host = socket.gethostname()
     message = f"rank {failing_rank} on {host} failed in FirstRankPerNode(scope='node'): OSError: disk full"
     assert other == (("RankFailedError", message), False)
+
+
+# --- Nobody to wait for, and wrong arguments --------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NOT_FROM_OUTSIDE, "LOCAL_WORLD_SIZE", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_nested_blocks() -> list[bool]:
+    first_rank = FirstRankPerNode()
+    firsts = []
+    for _ in range(2):
+        with first_rank as outer, first_rank as inner, FirstRankPerNode(scope="global") as innermost:
+            firsts += [outer, inner, innermost]
+    return firsts
+
+
+def test_alone_the_block_just_runs() -> None:
+    """Without a process group and in one, also nested and repeatedly; nothing is started for it."""
+    num_threads = threading.active_count()
+    with FirstRankPerNode():
+        assert threading.active_count() == num_threads
+    assert run_nested_blocks() == [True] * 6
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert run_nested_blocks() == [True] * 6
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_as_a_decorator_every_call_is_a_block() -> None:
+    @FirstRankPerNode(scope="global")
+    def double(value: int, *, add: int = 0) -> int:
+        """Says what it does."""
+        return 2 * value + add
+
+    assert [double(1), double(2, add=1)] == [2, 5]
+    assert (double.__name__, double.__doc__) == ("double", "Says what it does.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scope": "rack"}, "scope must be 'node' or 'global', got 'rack'"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout must be a positive"),
+        ({"group": "world"}, "group must be None or a ProcessGroup .*, got 'world'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FirstRankPerNode(**arguments)
+
+
+# --- In a fit: who prepares and sets up first -------------------------------------------------------------------------
+
+
+SLOW_S = 0.3
+
+
+class Prepares(Model):
+    """Notes its hooks in a file, one line each; fails where it is told to."""
+
+    def __init__(self, notes: Path, fails_in: str = "") -> None:
+        super().__init__()
+        self._notes = notes
+        self._fails_in = fails_in
+
+    def _note(self, hook: str) -> None:
+        with self._notes.open("a") as file:
+            file.write(f"{hook} {dist.get_rank()}\n")
+        if self._fails_in == hook and dist.get_rank() == 0:
+            raise ValueError("the disk is full")
+
+    def prepare_data(self) -> None:
+        self._note("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self._note("setup")
+        if dist.get_rank() == 0:
+            time.sleep(SLOW_S)
+        self._note("end of setup")
+
+    def train_dataloader(self) -> list[Any]:
+        return []
+
+
+def _fit_preparing(notes: Path, fails_in: str, first_rank_setup: bool) -> None:
+    make_trainer(AutomodelStrategy(first_rank_setup=first_rank_setup)).fit(Prepares(notes, fails_in))
+
+
+def test_first_rank_sets_up_first(pool2: RankPool, tmp_path: Path) -> None:
+    """The other rank starts when the first has ended."""
+    pool2.run(_fit_preparing, tmp_path / "notes", "", first_rank_setup=True)
+    order = (tmp_path / "notes").read_text().splitlines()
+    assert order == ["prepare_data 0", "setup 0", "end of setup 0", "setup 1", "end of setup 1"]
+
+
+def test_all_ranks_set_up_at_once_by_default(pool2: RankPool, tmp_path: Path) -> None:
+    """The negative: without the option the slow rank is overtaken."""
+    pool2.run(_fit_preparing, tmp_path / "notes", "", first_rank_setup=False)
+    order = (tmp_path / "notes").read_text().splitlines()
+    assert order.index("end of setup 1") < order.index("end of setup 0")
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "first_rank_setup", "left_out"),
+    [("prepare_data", False, "setup"), ("prepare_data", True, "setup"), ("setup", True, "setup 1")],
+)
+def test_failure_of_the_first_rank(
+    pool2: RankPool, tmp_path: Path, fails_in: str, first_rank_setup: bool, left_out: str
+) -> None:
+    """Every rank raises, with the cause, and no rank reaches what comes after."""
+    with pytest.raises(RankError) as caught:
+        pool2.run(_fit_preparing, tmp_path / "notes", fails_in, first_rank_setup=first_rank_setup)
+    first, other = (caught.value.failures[rank].splitlines()[-1] for rank in range(2))
+    assert first == "ValueError: the disk is full"
+    assert re.fullmatch(r".*RankFailedError: rank 0 on .*ValueError: the disk is full", other)
+    assert left_out not in (tmp_path / "notes").read_text()
+
+
+def _blocks(notes: Path) -> tuple[bool, bool]:
+    strategy = AutomodelStrategy()
+    pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, logger=False)
+    with strategy.first_rank_per_node() as is_first:
+        if not notes.exists():
+            with notes.open("a") as file:
+                file.write("x")
+    with strategy.first_rank_per_node(scope="global", timeout=1.0) as is_global_first:
+        pass
+    return is_first, is_global_first
+
+
+def test_block_of_the_strategy(pool2: RankPool, tmp_path: Path) -> None:
+    """The others find the work done."""
+    assert pool2.run(_blocks, tmp_path / "notes") == [(True, True), (False, False)]
+    assert (tmp_path / "notes").read_text() == "x"
+
+
+class RenamesBarrier(AutomodelStrategy):
+    """As if another version of Lightning had another name for a barrier."""
+
+    renamed = ""
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier("another name" if name == self.renamed else name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [("fit", "pre_setup"), ("fit", "post_setup"), ("validate", "run-stage")]
+)
+def test_a_barrier_that_does_not_come(name: str, stage: str) -> None:
+    """What is done at it is not left out in silence."""
+    strategy = RenamesBarrier()
+    strategy.renamed = name
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **SILENT)
+    with pytest.raises(RuntimeError, match=rf"has not called strategy\.barrier\('{name}'\)"):
+        getattr(trainer, stage)(LabelledModule(), DataLoader(micro_batches(CASE)[0], batch_size=None))
+    destroy_global_state()

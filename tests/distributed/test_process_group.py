@@ -91,11 +91,7 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [
-        "environment",
-        "file",
-        *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "launcher")),
-    ],
+    ["environment", "file", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "launcher"))],
 )
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
@@ -146,33 +142,26 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
 # --- Leaving ----------------------------------------------------------------------------------------------------------
 
 
-def _read_late(linger_s: float) -> str:
+def _read_late() -> str:
     """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some time later."""
     info = initialize_distributed("gloo", TIMEOUT)
-    if info.is_main:
-        join.LINGER_S = linger_s
-        destroy_global_state()
-        return ""
-    time.sleep(1.0 if linger_s else 0.0)
-    store = dist.distributed_c10d._get_default_store()
-    for _ in range(1 if linger_s else 50):
-        # Where rank 0 does not linger, its store is soon gone.
+    value = ""
+    if not info.is_main:
+        time.sleep(1.0)
+        store = dist.distributed_c10d._get_default_store()
         store.set("last", "words")
-        time.sleep(0.0 if linger_s else 0.1)
-    value = store.get("last").decode()
+        value = store.get("last").decode()
     destroy_global_state()
     return value
 
 
-@pytest.mark.parametrize(("linger_s", "lives"), [(PATIENCE_S, True), (0.0, False)])
-def test_the_store_stays_until_the_last_rank_has_left(linger_s: float, lives: bool) -> None:
+def test_the_store_stays_until_the_last_rank_has_left() -> None:
     port = free_port()
-    outcomes = [
-        launched.outcome()
-        for launched in [Launched(_read_late, linger_s, **place(port, rank, 2)) for rank in (0, 1)]
+    ranks = [Launched(_read_late, **place(port, rank, 2)) for rank in (0, 1)]
+    assert [(outcome.error, outcome.value) for outcome in (rank.outcome() for rank in ranks)] == [
+        ("", ""),
+        ("", "words"),
     ]
-    assert outcomes[0].error == ""
-    assert (outcomes[1].value == "words", outcomes[1].error == "") == (lives, lives)
 
 
 def _leave_alone() -> float:
@@ -194,7 +183,9 @@ def test_a_dead_rank_is_not_waited_for_beyond_the_bound() -> None:
     assert outcome.value < 10.0
 
 
-def _join_without_leaving(how: str) -> None:
+def _join_without_leaving(how: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     initialize_distributed("gloo", TIMEOUT)
     if how == "raise":
         raise KeyError(how)
@@ -206,25 +197,15 @@ def _join_without_leaving(how: str) -> None:
 def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -> None:
     """There, functions registered with atexit are not called."""
     store = _host_store()
-    children = [
-        forked().Process(
-            target=_bare_child,
-            args=(how, {"TORCHELASTIC_USE_AGENT_STORE": "True", **place(store.port, rank, 2)}),
-        )
-        for rank in (0, 1)
-    ]
-    for child in children:
-        child.start()
+    children = []
+    for rank in (0, 1):
+        environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", **place(store.port, rank, 2)}
+        children.append(forked().Process(target=_join_without_leaving, args=(how, environment)))
+        children[rank].start()
     for child in children:
         child.join(PATIENCE_S)
     assert [child.exitcode for child in children] == [exit_code, exit_code]
     assert store.check([f"lightning_automodel/joining/0/known/the group/{rank}" for rank in (0, 1)])
-
-
-def _bare_child(how: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    _join_without_leaving(how)
 
 
 # --- Somebody does not ------------------------------------------------------------------------------------------------

@@ -27,25 +27,12 @@ from lightning_automodel.distributed.process_group import (
     initialize_distributed,
 )
 
-NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "SLURM_LOCALID",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_NTASKS_PER_NODE",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
-
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ.copy():
+        if name.startswith(("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
 
 
 def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -63,6 +50,11 @@ FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", **PLACE}
         ({}, {"init_method": "env://"}, ["RANK is None and WORLD_SIZE is None"]),
         ({}, {"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, ["has 10.0.0.1 and no port"]),
         ({}, {"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"}, ["pass rank= and world_size="]),
+        (
+            {},
+            {"timeout_minutes": timedelta(0)},
+            ["timeout must be a positive and finite timedelta or number of minutes"],
+        ),
         ({"RANK": "1"}, {}, ["RANK is 1 and WORLD_SIZE is None", "torchrun"]),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
@@ -72,15 +64,11 @@ FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", **PLACE}
         (FIRST_OF_TWO | {"RANK": "2"}, {}, ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"]),
         (FIRST_OF_TWO | {"RANK": "one"}, {}, ["RANK is 'one'", "whole number"]),
         (FIRST_OF_TWO | {"RANK": "-1"}, {}, ["RANK is '-1'", "0 or more"]),
-        (FIRST_OF_TWO | {"MASTER_PORT": "http"}, {}, ["MASTER_PORT is 'http'"]),
         (FIRST_OF_TWO | {"MASTER_PORT": "70000"}, {}, ["has 10.0.0.1 and 70000", "65535"]),
     ],
 )
 def test_mistakes(
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-    arguments: dict[str, Any],
-    parts: list[str],
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], arguments: dict[str, Any], parts: list[str]
 ) -> None:
     """In the environment, or in the arguments."""
     _set(monkeypatch, **environment)
@@ -103,14 +91,6 @@ def test_rank_0_hosts_the_store_unless_the_launcher_does(monkeypatch: pytest.Mon
     hosts = [join.locate(rank=rank).hosts_store for rank in (0, 1)]
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert (hosts, join.locate(rank=0).hosts_store) == ([True, False], False)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(0)])
-def test_timeout_must_be_positive(timeout: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"timeout must be a positive and finite timedelta or number of minutes, got "
-    ):
-        initialize_distributed("gloo", timeout)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +120,6 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
         found.append(process_group.get_local_rank_preinit())
     assert found == [0, 2, 5]
-    monkeypatch.setenv("LOCAL_RANK", "first")
-    with pytest.raises(ValueError, match="LOCAL_RANK is 'first'"):
-        process_group.get_local_rank_preinit()
 
 
 @pytest.mark.parametrize(
