@@ -1,4 +1,4 @@
-"""Processes that something else has started: SLURM, torchrun, or a cluster that sets a few variables."""
+"""Processes that something else has started: SLURM, torchrun on two nodes, or a cluster that sets a few variables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
+from tests.doc_blocks import blocks
 from tests.launch.launched import (
     ACCUMULATE,
     PATIENCE_S,
@@ -24,7 +25,8 @@ from tests.launch.launched import (
     start_selected,
     wait_until,
 )
-from tests.processes import free_port
+from tests.launch.two_nodes import connect_two_nodes
+from tests.processes import ROOT, free_port
 from tests.trainer.exactness import weight_error
 from tests.trainer.runs import CASE, TOLERANCE, train_plainly
 
@@ -170,3 +172,22 @@ def test_requeueing_under_slurm(runs: Runs, requeued_by: str) -> None:
     windows = [list(range(REPEATED))[start : start + ACCUMULATE] for start in range(0, REPEATED, ACCUMULATE)]
     expected = train_plainly([[index % CASE.num_batches for index in window] for window in windows])
     assert weight_error(found, expected) <= TOLERANCE
+
+
+# --- Two nodes with two ranks each, started by torchrun ---------------------------------------------------------------
+
+
+@pytest.mark.sweep  # six processes import everything anew
+def test_the_page_on_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script trains on two nodes, and on a second start goes on from the checkpoint."""
+    script = tmp_path / "train.py"
+    script.write_text(next(block.text for block in blocks(ROOT / "docs" / "several_nodes.md", "python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEVICES", "2")
+    monkeypatch.setenv("NUM_NODES", "2")
+    with connect_two_nodes() as two_nodes:
+        for _ in range(2):
+            results = two_nodes.torchrun(script, timeout_s=240)
+            assert [result.status for result in results] == [0, 0], results
+            assert "2 replicas of 2 ranks each" in results[0].output
+            assert (tmp_path / "shared" / "last.ckpt").exists()

@@ -1,8 +1,13 @@
-"""Every start method: it trains exactly, its results are in the launching process, and Ctrl-C ends all of it."""
+"""Every start method: it trains exactly, its results are in the launching process, and Ctrl-C ends all of it.
+
+Faults are named, every wait ends, and no rank is left behind, whichever process ends first.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +17,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from lightning_automodel.launch.forks import ForkLauncher
+from lightning_automodel.launch.forks import ForkLauncher, load_trained_weights
 from tests.launch.launched import (
     PATIENCE_S,
     Runs,
@@ -31,6 +37,7 @@ from tests.launch.launched import (
     start_selected,
     train,
     train_and_fail,
+    tune,
     wait_until,
 )
 from tests.trainer.exactness import micro_batches, relative_error
@@ -42,6 +49,18 @@ SCRIPT_FAILS = {
     "exception": (1, "failed in training_step: ValueError: no labels here"),
     "leave": (1, "its process ended with exit status 0"),
     "broken": (1, "before all ranks had joined, its process ended with exit status 1"),
+}
+
+
+# What happens to rank 1 of forked ranks; the status of the launching process; what its error says.
+# The rank that has failed ends first, or the one that knows of it.
+FORK_FAILS = {
+    "exception": (1, "ProcessRaisedException: ", "ValueError: no labels here"),
+    "finish": (1, "ProcessRaisedException: ", r"sys\.exit\(0\) has ended the run|SystemExit: exit status 0"),
+    "exit": (1, "", r"process 1 terminated with exit code 3|SystemExit: exit status 3"),
+    "leave": (1, "ProcessRaisedException: ", "RankFailedError: rank 1 on .* last seen in "),
+    "SIGKILL": (1, "ProcessExitedException: ", "process 1 terminated with signal SIGKILL"),
+    "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
 
 
@@ -58,7 +77,16 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # wait.
         return run(train_and_fail, folder, is_script=True, fault=fault, timeout=PATIENCE_S / 60)
 
-    what = {"fault": fail_in_script, "interrupted": _interrupt, "method": train_both}
+    def fail_in_fork(folder: Path, fault: str) -> int | None:
+        return run(fail, folder, start_method="fork", fault=fault)
+
+    what = {
+        "forked": fail_in_fork,
+        "ended_by": end_launching_process,
+        "fault": fail_in_script,
+        "interrupted": _interrupt,
+        "method": train_both,
+    }
     yield from start_selected(request, tmp_path_factory, what)
 
 
@@ -129,6 +157,55 @@ def _interrupt(folder: Path, method: str) -> tuple[int | None, str, float]:
         return launching.exitcode, terminal.close(), seconds
 
 
+@pytest.mark.parametrize(
+    "forked",
+    [name if name == "exception" else pytest.param(name, marks=pytest.mark.sweep) for name in FORK_FAILS],
+)
+def test_rank_fails(runs: Runs, forked: str) -> None:
+    """All leave, and the launching process raises what names the rank and tells why."""
+    status, folder = runs["forked", forked].result()
+    expected, beginning, cause = FORK_FAILS[forked]
+    error = (folder / "error").read_text()
+    assert status == expected, (folder / "log").read_text()
+    assert error.startswith(beginning)
+    assert re.search(cause, error)
+    # OnExceptionCheckpoint is called in the launching process too, and hides no error there.
+    if forked == "exception":
+        assert "this process is no rank, since it has launched them" in (folder / "log").read_text()
+    assert_gone(folder)
+
+
+def end_launching_process(folder: Path, name: str) -> int | None:
+    """Send it a signal while both ranks train; returns its status."""
+    with program(fail, folder, start_method="fork") as launching:
+        wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(launching.pid, signal.Signals[name])
+        launching.join(60)
+        wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
+        return launching.exitcode
+
+
+@pytest.mark.parametrize("ended_by", ["SIGTERM", "SIGKILL"])
+def test_launching_process_is_ended(runs: Runs, ended_by: str) -> None:
+    """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
+    status, folder = runs["ended_by", ended_by].result()
+    log = (folder / "log").read_text()
+    if ended_by == "SIGTERM":
+        assert status == 128 + signal.SIGTERM, log
+        assert "received SIGTERM: all ranks stop after this step." in log
+    else:
+        # To a rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it
+        # first.
+        assert any(text in log for text in ("KeyboardInterrupt", "was interrupted in"))
+        assert status == -signal.SIGKILL
+
+
+def test_tuner_is_refused(tmp_path: Path) -> None:
+    """What it finds would be lost, and `lr_find` return None."""
+    assert run(tune, tmp_path) == 0
+    assert "use the callback LearningRateFinder" in (tmp_path / "error").read_text()
+
+
 # --- Choosing a launcher, without any process -------------------------------------------------------------------------
 
 
@@ -189,3 +266,56 @@ def test_second_fit_is_refused() -> None:
     trainer.strategy.launcher._has_fitted = True
     with pytest.raises(NotImplementedError, match=r"make a new Trainer and call fit\(ckpt_path=\.\.\.\)"):
         trainer.fit(pl.LightningModule(), [])
+
+
+# --- Where trained weights go in the launching process, without any ---------------------------------------------------
+
+
+class Late(pl.LightningModule):
+    """Makes its layer in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = nn.Linear(2, 2)
+
+
+class LateOnMesh(Late):
+    def configure_model(self) -> None:
+        raise ValueError("needs the ranks")
+
+
+WEIGHTS = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.full((2,), 3.0)}
+PATH = Path("somewhere/results.pt")
+
+
+def test_weights_of_configure_model() -> None:
+    """The layers are made where they are needed to hold the weights."""
+    module = Late()
+    load_trained_weights(module, WEIGHTS, PATH)
+    for name, tensor in module.state_dict().items():
+        assert tensor.equal(WEIGHTS[name])
+
+
+def test_weights_without_a_place() -> None:
+    """An error that names their file: the module would seem trained."""
+    expected = rf"(?s)LateOnMesh is trained, but the module in this process cannot hold the trained .*{PATH}"
+    with pytest.raises(RuntimeError, match=expected) as raised:
+        load_trained_weights(LateOnMesh(), WEIGHTS, PATH)
+    assert raised.value.__cause__ is not None
+    with torch.device("meta"):
+        module = Late()
+        module.configure_model()
+    with pytest.raises(RuntimeError, match="some of its tensors are on the meta device"):
+        load_trained_weights(module, WEIGHTS, PATH)
+
+
+def test_weights_of_another_shape() -> None:
+    """Such as those of an embedding that `setup` has enlarged."""
+    module = Late()
+    module.layer = nn.Linear(2, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layer\.weight"):
+        load_trained_weights(module, WEIGHTS, PATH)
