@@ -81,57 +81,16 @@ FOUND = {
 }
 """What the search has found, and is mended."""
 
-UNUSED = (("ddp_kwargs", (("find_unused_parameters", True),)),)
-PADDED = (("uneven_inputs", "pad"),)
 NAMED = {
     "a_buffer_beside_padding": Case(
-        engine="ddp", counter="transient", num_batches=2, more_batches=2, strategy=PADDED
-    ),
-    "zeroed_in_mid_window": Case(num_batches=4, accumulation=(2,), hooks=("zero_in_mid_window",)),
-    "clipped_by_the_module": Case(
-        engine="ddp", manual="each", manual_clip="self", tell="returned", gap="micro_batches"
-    ),
-    "sums_clipped_by_value": Case(num_batches=5, accumulation=(3,), loss_reduction="sum", clip="value"),
-    "offloaded_and_clipped": Case(
-        num_batches=5, accumulation=(3,), clip="norm", gap="window", strategy=(("cpu_offload", True),)
-    ),
-    "counted_ahead_and_recomputed": Case(
-        num_batches=5,
-        accumulation=(2,),
-        aux=True,
-        tell="callable",
-        strategy=(("activation_checkpointing", True), ("count_window_ahead", True)),
-    ),
-    "unfrozen_after_an_epoch_under_ddp": Case(engine="ddp", thaw="epoch", epochs=2, strategy=UNUSED),
-    "frozen_again_in_mid_window": Case(thaw="mid_window", num_batches=5, accumulation=(3,)),
-    "used_by_some_ranks": Case(parts=("sometimes",), num_batches=5, accumulation=(3,)),
-}
-"""What everyone may write."""
-
-MORE = {
-    "gradients_scaled_after_a_forward_in_on_before_optimizer_step": Case(
-        manual="each",
+        engine="ddp",
+        counter="transient",
         num_batches=2,
-        hooks=("scale_before_step",),
-        strategy=(("reshard_during_accumulation", False),),
-        foreign=("forward@before_step", "input@before_step"),
-    ),
-    "resumed_with_a_part_frozen_after_its_training": Case(
-        thaw="window", epochs=2, optimizer="adam", stops=(3,)
-    ),
-    "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
-    "gradients_of_inputs_in_each_hook": Case(
-        num_batches=4,
-        accumulation=(2,),
-        callbacks=("validate",),
-        trainer=(("inference_mode", False),),
-        foreign=("input@after_forward", "input@before_step", "input@validation"),
-    ),
-    "replicas_reduced_once": Case(
-        engine="hsdp", num_batches=5, accumulation=(2,), strategy=(("defer_fsdp_grad_sync", "all_reduce"),)
+        more_batches=2,
+        strategy=(("uneven_inputs", "pad"),),
     ),
 }
-"""Beside a case of its kind in `FOUND`, or of one trait that a test of its room has."""
+"""What no number of the sweep draws."""
 
 
 def cases(first: int, count: int) -> list[Case]:
@@ -173,7 +132,7 @@ def test_random_cases_with_spread_experts(request: pytest.FixtureRequest) -> Non
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name) for name, case in FOUND.items()]
-    + [pytest.param(case, id=name, marks=pytest.mark.sweep) for name, case in (NAMED | MORE).items()],
+    + [pytest.param(case, id=name, marks=pytest.mark.sweep) for name, case in NAMED.items()],
 )
 def test_named_cases(request: pytest.FixtureRequest, case: Case) -> None:
     assert_no_finding(request, case)
