@@ -45,7 +45,7 @@ TESTS = {
     "cuda": (
         "tests/context_parallel/test_attention.py",
         "tests/distributed/test_process_group_alone.py",
-        "tests/distributed/test_caller_mesh.py",
+        "tests/distributed/test_mesh.py",
         "tests/gradients/test_gradient_scaler.py",
         "tests/trainer/test_support.py",
     ),
