@@ -698,7 +698,11 @@ class AutomodelStrategy(ParallelStrategy):
         """
         run = self._required_run
         run_closure = partial(run.run_closure, closure, optimizer, itertools.count())
-        output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        except BaseException:
+            run.steps.whole.abandon()  # user code may go on, with shards
+            raise
         if optimizer in run.windows.since_step:
             run.windows.stepped(optimizer)  # a gradient scaler has skipped the step
         return output

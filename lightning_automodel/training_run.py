@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -13,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
@@ -35,7 +37,7 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
+from lightning_automodel.sharding import checks, meta_init, precision, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
@@ -147,8 +149,22 @@ class TrainingRun:
         self.synchronize_metrics()
 
     def synchronize_metrics(self) -> None:
-        """See :func:`.tensor_parallel.synchronize_metrics`. Not a collective."""
-        tensor_parallel.synchronize_metrics(self.module, self._mesh, self.patches)
+        """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
+
+        By default they synchronise over the world, which has each sample once for each tensor-parallel peer, and wait
+        for ranks that have ended. A metric with a ``dist_sync_fn`` of its own keeps it. Hooks make metrics too: called
+        again, this sees those that were made since. Not a collective.
+        """
+        with_other_data = self._mesh.group
+
+        # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
+        def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+            Gathers.check()
+            return gather_all_tensors(value, group or with_other_data)
+
+        for metric in lightning_internals.metrics_in(self.module).values():
+            if metric.dist_sync_fn is None:
+                self.patches.set(metric, "dist_sync_fn", gather)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""

@@ -373,13 +373,15 @@ class UnevenInputs:
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         # Hooks of a rank's last batch run when all others have ended.
         handle = self._handle if self._is_in_step else self._next
-        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end", "batch_transfer"))
+        is_of_batch = self._is_in_step or where.endswith(
+            ("batch_start", "batch_end", "batch_transfer", "to_device")
+        )
         if is_of_batch and not self.is_training and (ended := handle.ranks_without()):
             raise RuntimeError(
                 f"Ranks communicate within {where}, but not on {ranks(ended)}, whose data has ended: to reduce a"
-                " value, to read trainer.log_dir, to save, or to gather sharded weights, as a forward does. Log with"
-                " on_step=False, on_epoch=True, do the rest in hooks of the epoch, call the model in the step, or give"
-                " all ranks equally many batches."
+                " value, to compute a metric, to read trainer.log_dir, to save, or to gather sharded weights, as a"
+                " forward does. Log with on_step=False, on_epoch=True, do the rest in hooks of the epoch, call the"
+                " model in the step, or give all ranks equally many batches."
             )
 
     def check_gathering(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

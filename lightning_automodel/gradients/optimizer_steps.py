@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.whole_tensors import WholeSteps
+from lightning_automodel.gradients.whole_tensors import WholeSteps, nested_optimizers
 from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -66,7 +66,9 @@ class OptimizerSteps:
         self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
             self._patches.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._patches.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            # User code that comes after a step finds what it has trained.
+            after_step = torch_internals.register_first_post_hook(optimizer, self._after_step)
+            self._patches.callback(after_step.remove)
             parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
                 self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
@@ -124,18 +126,21 @@ class OptimizerSteps:
     def _begin(self, optimizer: Optimizer, hook: Callable[..., Any] | None) -> None:
         """Called when the gradients are there, by a ``hook`` before the step, or within it."""
         self.check(optimizer)
-        # Torch runs the hooks of a step again for the step of a base class.
-        self.whole.drop(optimizer)
+        self.whole.drop(optimizer)  # what a step has begun that raised
         self._check_parameters(optimizer)
         self._check_gradients_by_hand(optimizer)
-        hooks = torch_internals.hooks_within_step(optimizer, hook, self._after_step)
-        if hooks and self.whole.of(optimizer):
-            raise RuntimeError(
-                f"{', '.join(getattr(hook, '__qualname__', str(hook)) for hook in hooks)}: hooks of a step of"
-                f" {type(optimizer).__name__}, which would see whole parameters, and those of this rank alone. Register"
-                " them with register_step_pre_hook in configure_optimizers, and with register_step_post_hook in"
-                " on_train_start, or pass optimizer_step='shards'."
-            )
+        if self.whole.of(optimizer):
+            hooks = torch_internals.step_hooks(optimizer)
+            within = hooks[hooks.index(hook or self._after_step) + 1 : hooks.index(self._after_step)]
+            for inner in nested_optimizers(optimizer)[1:]:
+                within += torch_internals.step_hooks(inner)
+            if within:
+                raise RuntimeError(
+                    f"{', '.join(getattr(each, '__qualname__', str(each)) for each in within)}: hooks of a step of"
+                    f" {type(optimizer).__name__} that would see whole parameters, and those of this rank alone."
+                    " Register them in configure_optimizers, on the optimizer that it returns, or pass"
+                    " optimizer_step='shards'."
+                )
         self.whole.begin(optimizer)
         self._gathers_before = collectives.gathers_so_far()
 

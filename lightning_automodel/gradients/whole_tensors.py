@@ -33,6 +33,7 @@ class WholeParameter:
     """A sharded parameter that its owner steps whole.
 
     Attributes:
+        version_before: The parameter's version when a step began.
         owner: A rank of the world, among the holders of this rank's copy.
         stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory
             during steps.
@@ -40,6 +41,7 @@ class WholeParameter:
 
     def __init__(self, parameter: nn.Parameter, holders: Holders, owner: int) -> None:
         self.parameter = parameter
+        self.version_before = 0
         self.owner = owner
         self.stand_in: nn.Parameter | None = None
         self.holders = holders
@@ -80,7 +82,6 @@ _OF_MATRICES = {
         "SCION",
         "SCIONLight",
         "SOAP",
-        "SPlus",
         "ScalableShampoo",
         "Shampoo",
     ),
@@ -97,7 +98,7 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         option: ``"auto"``, ``"shards"`` or ``"whole"``.
 
     Raises:
-        ValueError: If the group asks for another value.
+        ValueError: If the group asks for another value, or for what is not possible.
     """
     requested = group.get(OPTION, option)
     if requested not in _VALUES:
@@ -107,16 +108,33 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         )
     if requested == "shards" or not any(map(is_split, group["params"])):
         return False
-    return requested == "whole" or any(
-        own["params"] is group["params"] and own.get("use_muon", True)
-        for inner in nested_optimizers(optimizer)
-        if _is_of_matrices(type(inner))
-        for own in inner.param_groups
-    )
+    nested = nested_optimizers(optimizer)
+    reason = next(filter(None, map(_why_not_whole, nested)), "")
+    if requested == "auto":
+        return not reason and any(
+            own["params"] is group["params"] and own.get("use_muon", True)
+            for inner in filter(_is_of_matrices, nested)
+            for own in inner.param_groups
+        )
+    if reason:
+        raise ValueError(f"{reason}: pass {OPTION}='shards', with which it is right, too.")
+    return True
 
 
-def _is_of_matrices(kind: type) -> bool:
+def _is_of_matrices(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
     return kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
+
+
+def _why_not_whole(optimizer: Optimizer) -> str:
+    """Why what an optimizer does around its step would not see whole parameters; empty if nothing is known."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)):
+        return f"{name} has train() and eval(), which write weights by states that owners alone would have"
+    # Torch runs hooks in the steps of classes of which there were instances.
+    if sum(hasattr(vars(base).get("step"), "hooked") for base in type(optimizer).__mro__) > 1:
+        return f"{name} may do more than the step of its base class, with which owners would have ended"
+    return ""
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -198,9 +216,7 @@ class WholeSteps:
         """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
 
         A collective over the world. Gradients must be final, and on all ranks for the same parameters.
-        Called again, after an exception, it starts over.
         """
-        self.drop(optimizer)
         self.take(optimizer)
         wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
         if not wholes:
@@ -221,6 +237,7 @@ class WholeSteps:
                 gradient = torch.empty_like(whole.stand_in)
                 whole.stand_in.grad = gradient
             shown[sharded] = whole.stand_in
+            whole.version_before = torch_internals.version(sharded)
             gradients.append((whole, part, gradient))
         # One after the other, since what travels has memory twice.
         self._exchange(gradients, to_owners=True)
@@ -232,6 +249,11 @@ class WholeSteps:
         """Bring the stepped weights back, and give ``optimizer`` its sharded parameters. The same collective."""
         stepped = self._take_back(optimizer)
         for whole in stepped:
+            if torch_internals.version(whole.parameter) != whole.version_before:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has written sharded parameters, which it did not take from its groups"
+                    " within the step, and owners would overwrite that: pass optimizer_step='shards'."
+                )
             if whole.stand_in is not None:
                 whole.stand_in.grad = None  # its memory is needed while weights travel
         self._exchange(_weights(stepped), to_owners=False)

@@ -104,14 +104,18 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
-def hooks_within_step(
-    optimizer: Optimizer, begins: Callable[..., Any] | None, ends: Callable[..., Any]
-) -> list[Callable[..., Any]]:
-    """Hooks of a step that run after ``begins``, if it is one of those before the step, or before ``ends``."""
-    before = list(optimizer._optimizer_step_pre_hooks.values())
-    after = list(optimizer._optimizer_step_post_hooks.values())
-    later = [] if begins is None else before[before.index(begins) + 1 :]
-    return later + after[: after.index(ends)]
+def register_first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """``optimizer.register_step_post_hook``, ahead of the hooks that are registered already."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """The hooks of the optimizer's steps, in the order in which they run."""
+    before = optimizer._optimizer_step_pre_hooks.values()
+    return [*before, *optimizer._optimizer_step_post_hooks.values()]
 
 
 def defined_in(hook: Any, *packages: str) -> bool:

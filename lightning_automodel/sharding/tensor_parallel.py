@@ -4,10 +4,9 @@ import zlib
 from io import BytesIO
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -17,14 +16,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
-from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
@@ -114,25 +110,6 @@ def share_random_state(group: dist.ProcessGroup | None, device: torch.device) ->
         state = module.get_rng_state().to(device)
         dist.broadcast(state, group=group, group_src=0)
         module.set_rng_state(state.cpu())
-
-
-def synchronize_metrics(module: "pl.LightningModule", mesh: RunMesh, patches: PatchStack) -> None:
-    """Let TorchMetrics of ``module``, callbacks and data modules synchronise over the ranks that hold different data.
-
-    By default they synchronise over the world, which has each sample once for each tensor-parallel peer:
-    sums would be too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it. Hooks make
-    metrics too: called again, this sees those that were made since.
-    """
-
-    # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
-    def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        return gather_all_tensors(value, group or mesh.group)
-
-    if mesh.tensor_group is None:
-        return
-    for metric in lightning_internals.metrics_in(module).values():
-        if metric.dist_sync_fn is None:
-            patches.set(metric, "dist_sync_fn", gather)
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:

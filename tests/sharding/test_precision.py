@@ -1,4 +1,4 @@
-"""What units cast, the range of sums, and weights that are codes: a frozen quantised base below adapters, float8 layers.
+"""What units cast, the range of sums, and weights that are codes: a frozen quantised base, float8 layers, refusals.
 
 torchao's float8 layers are tested where it is installed; nothing here has run on a GPU. Which dtypes come of which
 precision: `tests/trainer/test_precision.py`.
