@@ -72,10 +72,12 @@ def train_model_plainly(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     epochs: int = 1,
     max_steps: int | None = None,
+    by_rank: list[list[Batch]] | None = None,
 ) -> Gradients:
     """Train `model` in place over the token means of whole windows of all ranks; return each step's gradients.
 
-    The model is told the rank and the step of a micro-batch, of which `sums` gives loss and count. Gradients are
+    The model is told the rank and the step of a micro-batch, of which `sums` gives loss and count. The micro-batches
+    may be others than those of the case, ``by_rank``. Gradients are
     divided after backward, not the loss before it: where a model computes in float32, rounding depends on the divisor.
     """
     optimizer = make_optimizer(model)
@@ -84,7 +86,7 @@ def train_model_plainly(
         optimizer.zero_grad()
         total = 0.0
         counted = 0.0
-        for model.rank, batches in enumerate(micro_batches(case)):
+        for model.rank, batches in enumerate(by_rank or micro_batches(case)):
             for model.step in window:
                 loss, count = sums(model, batches[model.step])
                 loss.backward()

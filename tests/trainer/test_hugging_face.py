@@ -17,7 +17,6 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import contains_hugging_face_causal_lm
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import GRAD
-from lightning_automodel.sharding.units import plan_sharding
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, full_weights, relative_error, weight_error
@@ -33,7 +32,7 @@ from tests.trainer.hugging_face import (
     train_plainly,
 )
 from tests.trainer.plain import differ_by_rank, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, first_by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Case, list[str]]] = {
@@ -72,33 +71,6 @@ def tiny_llava() -> nn.Module:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=seeing, text_config=writing))
 
 
-def units(model: nn.Module) -> list[str]:
-    """Classes of the units that the strategy would make, in order."""
-    return [type(unit).__name__ for unit in plan_sharding(OwnLoss(model), None, root_is_model=True).units]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_units_of_tied_embeddings(tied: bool) -> None:
-    """Embeddings that a model lists as one block stay in the root where the head shares their matrix."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    with torch.device("meta"):
-        model = BertForMaskedLM(BertConfig(num_hidden_layers=2, tie_word_embeddings=tied))
-    assert units(model) == [*([] if tied else ["BertEmbeddings"]), "BertLayer", "BertLayer"]
-
-
-def test_units_of_nested_models() -> None:
-    """A model made of two others has the blocks of both, and a model without a list its outermost repeated blocks."""
-    from transformers import MarianConfig, MarianMTModel
-
-    with torch.device("meta"):
-        seeing = tiny_llava()
-        translating = MarianMTModel(MarianConfig(encoder_layers=1, decoder_layers=2))
-    assert units(seeing) == ["CLIPVisionEmbeddings", *["CLIPEncoderLayer"] * 2, *["LlamaDecoderLayer"] * 2]
-    assert not translating._no_split_modules
-    assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]
-
-
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize(("make_model", "case", "expected_units"), MODELS.values(), ids=MODELS)
 def test_own_loss(
@@ -133,11 +105,10 @@ def test_which_models_shift_labels() -> None:
     assert not contains_hugging_face_causal_lm(OwnLoss(pair))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("make_model", "case", "shift", "advice"),
-    first_by_default(
-        [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "any other needs label_shift=0")]
-    ),
+    [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "any other needs label_shift=0")],
 )
 def test_wrong_shift(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     LearningRateFinder,
-    ModelPruning,
     OnExceptionCheckpoint,
     TQDMProgressBar,
 )
@@ -28,6 +27,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
+from tests.checkpoint.checkpoints import Saves
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
@@ -240,17 +240,12 @@ class Rated(LabelledModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
 
 
-class SavesAndNotes(Callback):
-    """Saves after the second batch of a run that was not resumed."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+class Notes(Callback):
+    def __init__(self) -> None:
         self.batches: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.batches.append(index)
-        if index == 1 and trainer.ckpt_path is None:
-            trainer.save_checkpoint(self.path)
 
 
 def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
@@ -261,9 +256,9 @@ def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, 
     )
     weights = []
     settings = {"accumulate_grad_batches": 1, "default_root_dir": folder}
-    for ckpt_path, more in ((None, []), (path, [finder])):
+    for ckpt_path, more in ((None, [Saves("on_train_batch_end", 2, path)]), (path, [finder])):
         module = Rated()
-        notes = SavesAndNotes(path)
+        notes = Notes()
         trainer_with(engine, [notes, *more], **settings).fit(module, loader(GAPLESS), ckpt_path=ckpt_path)
         weights.append(full_weights(module.model))
     return notes.batches, weights[1], weights[0]
@@ -275,17 +270,3 @@ def test_resume_with_learning_rate_finder(pool2: RankPool, tmp_path: Path, engin
     for batches, weights, undisturbed in pool2.run(_resume_with_finder, engine, str(tmp_path)):
         assert batches == list(range(2, GAPLESS.num_batches))
         assert weight_error(weights, undisturbed) <= TOLERANCE
-
-
-def _refused_pruning() -> str:
-    pruning = ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)
-    with pytest.raises(ValueError, match="ModelPruning") as raised:
-        trainer_with("fsdp2", [pruning]).fit(LabelledModule(), loader())
-    return str(raised.value)
-
-
-def test_model_pruning(pool2: RankPool) -> None:
-    """Where parameters are sharded it is refused before anything is."""
-    for message in pool2.run(_refused_pruning):
-        assert "which FSDP2 would not gather" in message
-        assert "data_parallel='ddp'" in message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 )
 ACCUMULATE = 3
 SEED = 11
-CASE4 = replace(CASE, num_ranks=4)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_during_accumulation": False},
     "resharded": {"reshard_during_accumulation": True, "activation_checkpointing": True},

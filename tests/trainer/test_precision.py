@@ -23,8 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -35,9 +33,9 @@ from tests.trainer.precisions import (
     fit,
     loop,
     precision_options,
-    wide_loss,
 )
 from tests.trainer.runs import CASE, STRATEGIES, by_default, first_by_default, loader, make_trainer
+from tests.trainer.test_layouts import PartlyUsed
 
 DDP = {"data_parallel": "ddp"}
 PRECISIONS = list(DTYPES)
@@ -90,130 +88,27 @@ def test_reduction_in_half_precision_is_farther_off(pool2: RankPool) -> None:
         assert 100 * same < weight_error(weights, loop("bf16-mixed", "fsdp2")) <= exact
 
 
-def test_hsdp(pool4: RankPool) -> None:
-    """Partial sums across replicas are kept in float32 too."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_hsdp(pool4: RankPool, precision: str) -> None:
+    """Gradients wait in float32 and are reduced in it, across replicas too, also where parameters are half."""
     options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}
-    own = loop("bf16-mixed", "fsdp2", case=FOUR_RANKS)
-    for weights, _, _ in pool4.run(fit, "bf16-mixed", options, WideLossModule, decoder, FOUR_RANKS):
-        assert weight_error(weights, own) <= tolerances("bf16-mixed")[0]
+    own = loop(precision, "fsdp2", case=FOUR_RANKS)
+    for weights, described, _ in pool4.run(fit, precision, options, WideLossModule, decoder, FOUR_RANKS):
+        assert described["precision"]["reduction"] == "torch.float32"
+        assert weight_error(weights, own) <= tolerances(precision)[0]
 
 
-@pytest.mark.parametrize("policy", first_by_default([{nn.Linear, nn.LayerNorm}, {TinyDecoder}]))
+@pytest.mark.parametrize("policy", first_by_default([frozenset({nn.Linear, nn.LayerNorm}), {TinyDecoder}]))
 def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
     """A unit right below the LightningModule answers in float32 too, and small ones pass on what they get."""
     for weights, _, _ in pool2.run(fit, "bf16-mixed", {"auto_wrap_policy": policy}):
         assert weight_error(weights, loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
 
 
-def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
-    """Dtype of the gradients that wait in mid-window, and whether any is left in the dtype of the computation."""
-    module = WideLossModule(decoder())
-    seen = set()
-
-    def look(batch: Batch, batch_idx: int) -> None:
-        if batch_idx % ACCUMULATE == 1:
-            params = [
-                param for group in fsdp2.groups_of(fsdp2.fsdp_units(module)) for param in group.fsdp_params
-            ]
-            if fsdp2.ACCUMULATES_IN_LEAF:
-                # `.grad` of a gathered copy is that of the shard; torch's own attribute has what waits.
-                seen.update((GRAD.__get__(p.unsharded_param).dtype, True) for p in params)
-            else:
-                seen.update(
-                    (p.unsharded_accumulated_grad.dtype, p.unsharded_param.grad is None) for p in params
-                )
-
-    module.on_train_batch_start = look
-    settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options(precision)}
-    make_trainer(AutomodelStrategy(), **settings).fit(module, loader())
-    return seen
-
-
-@pytest.mark.parametrize(
-    "precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed", "16-true"], 2)
-)
-def test_gradients_wait_in_float32(pool2: RankPool, precision: str) -> None:
-    """Also where parameters are half: what several micro-batches add up to is rounded once, after the reduction."""
-    assert pool2.run(_unreduced, precision) == [{(torch.float32, True)}] * 2
-
-
-class Probe(WideLossModule):
-    """Writes down the dtypes that its step meets."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.seen: dict[str, str] = {}
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.seen["autocast"] = str(torch.is_autocast_enabled("cpu"))
-        self.seen["weight"] = str(self.model.head.weight.dtype)
-        logits = self.model(batch["input_ids"])
-        self.seen["logits"] = str(logits.dtype)
-        return wide_loss(logits, batch)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.seen["validation"] = (
-            f"{torch.is_autocast_enabled('cpu')} {self.model(batch['input_ids']).dtype}"
-        )
-
-
-def _probe(precision: str, options: dict[str, Any]) -> tuple[dict[str, str], set[torch.dtype], bool]:
-    module = Probe(decoder())
-    settings = precision_options(precision)
-    trainer = make_trainer(
-        AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=1, **settings
-    )
-    trainer.fit(module, loader(), loader())
-    plugin = trainer.precision_plugin
-    patched = any(name in vars(plugin) for name in ("forward_context", "clip_gradients"))
-    return module.seen, {parameter.dtype for parameter in module.parameters()}, patched
-
-
-@pytest.mark.parametrize(
-    ("precision", "options", "weight", "logits", "master"),
-    first_by_default(
-        [
-            ("bf16-mixed", {}, "bfloat16", "float32", torch.float32),
-            ("bf16-true", {}, "bfloat16", "bfloat16", torch.bfloat16),
-            ("bf16-mixed", DDP, "float32", "bfloat16", torch.float32),
-            ("32-true", {"mp_policy": BF16_REDUCTION}, "bfloat16", "float32", torch.float32),
-        ]
-    ),
-)
-def test_who_casts(
-    pool2: RankPool, precision: str, options: dict[str, Any], weight: str, logits: str, master: torch.dtype
-) -> None:
-    """Units cast under FSDP2 and autocast does not run; under DDP it does; the plugin comes back as it was."""
-    autocast = str(options == DDP)
-    for seen, masters, patched in pool2.run(_probe, precision, options):
-        assert (seen["weight"], seen["logits"]) == (f"torch.{weight}", f"torch.{logits}")
-        assert seen["autocast"] == autocast
-        assert seen["validation"] == f"{autocast} torch.{logits}"
-        assert masters == {master}
-        assert not patched
-
-
-class UsedLate(nn.Module):
-    """A decoder with one more parameter in a block, which only the last micro-batch of a window uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = TinyDecoder(CASE.seed)
-        self.late = nn.ModuleList([LateBlock()])
-        self.step = 0
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.late[0](self.decoder(input_ids), self.step % ACCUMULATE == ACCUMULATE - 1)
-
-
-class LateBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Parameter(torch.full((11,), 0.9))
-        self.late = nn.Parameter(torch.full((11,), 0.3))
-
-    def forward(self, logits: Tensor, use_late: bool) -> Tensor:
-        return logits * self.always + (logits.tanh() * self.late if use_late else 0.0)
+def used_late() -> nn.Module:
+    """A layer of a block, and parameters of the root, are used by the last micro-batch of each of two windows alone."""
+    return PartlyUsed(set(range(6)), {2, 5}, {2, 5}).float()
 
 
 @pytest.mark.every_case
@@ -221,19 +116,9 @@ class LateBlock(nn.Module):
 @pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "undeferred")[:3])
 def test_unused_beside_used(pool2: RankPool, precision: str, options: dict[str, Any]) -> None:
     """In a unit whose other parameters have a float32 gradient already: FSDP2 alone refuses two dtypes."""
-    own = loop(precision, "fsdp2", UsedLate(), TWO_WINDOWS)
-    for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, UsedLate, TWO_WINDOWS):
+    own = loop(precision, "fsdp2", used_late(), TWO_WINDOWS, kept=("gain",))
+    for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, used_late, TWO_WINDOWS):
         assert weight_error(weights, own) <= tolerances(precision)[0]
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.linear(self.embedding(input_ids))
 
 
 class WithEncoder(nn.Module):
@@ -242,9 +127,8 @@ class WithEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.encoder = Encoder()
+        self.encoder = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8))
         self.head = nn.Linear(8, 11)
-        self.step = 0
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.encoder(input_ids))
@@ -256,25 +140,21 @@ class TwoNames(WideLossModule):
     Under manual optimization, where the children of the module are FSDP roots of their own, it has one name.
     """
 
-    def __init__(self, model: nn.Module, is_manual: bool) -> None:
-        super().__init__(model)
+    def __init__(self, is_manual: bool) -> None:
+        super().__init__(WithEncoder())
         self.automatic_optimization = not is_manual
         if not is_manual:
-            self.encoder = model.encoder
+            self.encoder = self.model.encoder
         self.seen: set[torch.dtype] = set()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         self.seen.add(self.model(batch["input_ids"]).dtype)
-        if self.automatic_optimization:
-            return self(batch)
-        optimizer = self.optimizers()
-        is_last = (batch_idx + 1) % ACCUMULATE == 0 or batch_idx + 1 == CASE.num_batches
-        with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(self(batch))
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-        return None
+        loss = self(batch)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         called = self.encoder if self.automatic_optimization else self.model
@@ -282,14 +162,9 @@ class TwoNames(WideLossModule):
 
 
 def _fit_two_names(precision: str, is_manual: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    module = TwoNames(WithEncoder(), is_manual)
-    accumulate = 1 if is_manual else ACCUMULATE
-    settings = {
-        "accumulate_grad_batches": accumulate,
-        "limit_val_batches": 1,
-        **precision_options(precision),
-    }
-    make_trainer(AutomodelStrategy(), **settings).fit(module, loader(), loader())
+    module = TwoNames(is_manual)
+    trainer = make_trainer(AutomodelStrategy(), limit_val_batches=1, **precision_options(precision))
+    trainer.fit(module, loader(), loader())
     return full_weights(module), module.seen
 
 
@@ -300,8 +175,11 @@ def _fit_two_names(precision: str, is_manual: bool) -> tuple[dict[str, Tensor], 
         [("bf16-mixed", False), ("bf16-mixed", True), ("16-mixed", False), ("16-mixed", True)], 2
     ),
 )
-def test_what_roots_return(pool2: RankPool, precision: str, is_manual: bool) -> None:
+def test_what_roots_return(
+    pool2: RankPool, precision: str, is_manual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """float32 to the LightningModule, also of a module that it holds twice, and what it computes in to others."""
+    monkeypatch.setattr("tests.trainer.precisions.ACCUMULATE", 1)
     own = loop(precision, "fsdp2", WithEncoder())
     for weights, seen in pool2.run(_fit_two_names, precision, is_manual):
         assert seen == {torch.float32}
@@ -362,10 +240,10 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 class CountsMask(WideLossModule):
-    """Counts a mask of 1001 ones that came in float32 with the batch."""
+    """Counts a mask of 1001 ones that came in float32 with the batch, by a product, which autocast would round."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self(batch), "num_label_tokens": batch["mask"].sum()}
+        return {"loss": self(batch), "num_label_tokens": batch["mask"] @ batch["mask"]}
 
 
 class ShardsItself(WideLossModule):
@@ -446,7 +324,7 @@ def test_said_once(
 
 
 def test_a_policy_does_not_round_counts(pool2: RankPool) -> None:
-    """The batch of a step stays as it was loaded: 4 micro-batches of 1001 tokens are 4004, not 4000."""
+    """Nor does autocast, in a step whose units cast: 4 micro-batches of 1001 tokens are 4004, not 4000."""
     for *_, count, _ in pool2.run(_said, CountsMask, {}, ["bf16-mixed"]):
         assert count == 4004
 

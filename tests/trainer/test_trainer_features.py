@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
@@ -174,3 +176,44 @@ def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
         recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
         assert described["activation_checkpointing"] == recomputed
         assert weight_error(weights, expected) <= TOLERANCE
+
+
+# --- A module that is pickled and copied while it trains --------------------------------------------------------------
+
+
+class _Module(LabelledModule):
+    """Pickles and copies itself in hooks, and uses what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differing: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._compare(batch)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self._compare(None)
+
+    def _compare(self, batch: Any) -> None:
+        for other in (pickle.loads(pickle.dumps(self)), copy.deepcopy(self)):
+            for name in ("zero_grad", "training_step", "on_validation_model_eval", "toggle_optimizer"):
+                if getattr(other, name).__self__ is not other:
+                    self.differing.append(name)
+            if batch is None:
+                continue
+            with torch.enable_grad():
+                other(batch).backward()
+            other.zero_grad()
+            self.differing += [name for name, p in other.named_parameters() if p.grad is not None]
+
+
+def _fit_and_copy() -> list[str]:
+    module = _Module()
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), accumulate_grad_batches=2)
+    trainer.fit(module, loader())
+    return module.differing
+
+
+def test_module_is_pickled_and_copied_during_a_fit(pool2: RankPool) -> None:
+    assert pool2.run(_fit_and_copy) == [[], []]
