@@ -42,6 +42,7 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.plain import ModelModule, differ_by_rank, plain_weights
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.test_communication import OpCounts
 
 CHUNK = 3 * VOCABULARY  # three positions
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCABULARY, dtype=torch.float64)
@@ -155,11 +156,9 @@ class _Sizes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
         if not func.is_view:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
@@ -339,9 +338,9 @@ def gathers_of_a_step(wraps_head: bool, chunked: bool) -> int:
     fully_shard(model, mesh=mesh)
     model.forward = lambda: (token_loss if chunked else of_all_logits)(hidden, model.head, labels, **more)[0]
     more = {"chunk_elements": 1} if chunked else {}
-    with _Sizes() as sizes:
+    with OpCounts() as seen:
         model().backward()
-    return sizes.calls["_allgather_base_"]
+    return seen.ops["_allgather_base_"]
 
 
 @pytest.mark.parametrize("wraps_head", [False, True])

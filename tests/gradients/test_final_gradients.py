@@ -28,12 +28,11 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, plain_weights
+from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import (
     TOLERANCE,
     LabelledModule,
-    first_by_default,
     loader,
     make_trainer,
 )
@@ -472,33 +471,6 @@ def test_a_failed_backward_leaves_what_stood_there(pool2: RankPool, engine: str)
 
 
 # --- Automatic optimization -------------------------------------------------------------------------------------------
-
-ACCUMULATE = 2
-
-
-class StepsByHand(LabelledModule):
-    """`optimizer_step` overridden to step past the wrapper."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        optimizer_closure()
-        optimizer.optimizer.step()
-
-
-def _fit_automatic(options: dict[str, Any]) -> dict[str, Tensor]:
-    module = StepsByHand()
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader(case(dist.get_world_size())))
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize("engine", first_by_default(ENGINES))
-def test_automatic_optimization(pool2: RankPool, pool4: RankPool, engine: str) -> None:
-    """Whoever steps, steps with final gradients."""
-    num_ranks, options = ENGINES[engine]
-    expected = plain_weights(TinyDecoder(20).double(), ACCUMULATE, case(num_ranks))
-    assert_exact((pool2 if num_ranks == 2 else pool4).run(_fit_automatic, options), expected)
 
 
 class SAM(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Gradients that users compute beside the strategy's own backward, and that they use in it.
+"""Gradients that users compute beside the strategy's own backward, or change in it by hooks.
 
 `tests/search` draws gradients of inputs and parameters, and forwards, in each hook (`foreign`).
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, assert_exact, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, by_default, first_by_default, make_trainer
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, full_weights, weight_error
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer, warnings_of
 
 WIDTH = 5
 CLASSES = 3
@@ -71,18 +71,6 @@ def batch_of(rank: int, index: int) -> Batch:
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
 
 
-def of_loss_and_penalty(net: Net, batch: Batch) -> None:
-    """The penalty is on parameters as the module shows them before the forward, the loss on what it gathers."""
-    parameters = list(net.parameters())
-    with torch.enable_grad():
-        loss = F.cross_entropy(net(batch[0]), batch[1])
-        of_loss = torch.autograd.grad(loss, parameters, retain_graph=True)
-        penalty = sum(parameter.square().sum() for parameter in parameters)
-        of_both = torch.autograd.grad(loss + penalty, parameters)
-    for parameter, first, both in zip(parameters, of_loss, of_both, strict=True):
-        assert (both - first - 2 * parameter.detach()).abs().max() < 1e-9
-
-
 class Trains(LightningModule):
     """Trains the net on its mean loss."""
 
@@ -105,22 +93,17 @@ class Trains(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def fit(make: Callable[[], Trains], options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
-    """Runs on every rank: weights."""
-    module = make()
-    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate)
-    trainer.fit(module)
-    return full_weights(module.net)
-
-
 def fit_or_error(
     make: Callable[[], Trains], options: dict[str, Any], accumulate: int
 ) -> dict[str, Tensor] | str:
-    """Weights, or the message of the RuntimeError."""
+    """Runs on every rank: weights, or the message of the RuntimeError."""
+    module = make()
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate)
     try:
-        return fit(make, options, accumulate)
+        trainer.fit(module)
     except RuntimeError as error:
         return str(error)
+    return full_weights(module.net)
 
 
 def sum_of_losses(net: Net, batch: Batch) -> Tensor:
@@ -154,47 +137,7 @@ def plainly(
     return full_weights(net)
 
 
-class LooksBeside(Trains):
-    """Computes gradients before its forward or behind it."""
-
-    def __init__(self, is_first: bool) -> None:
-        super().__init__()
-        self.is_first = is_first
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.is_first:
-            of_loss_and_penalty(self.net, batch)
-        loss = self.loss(batch)
-        if not self.is_first:
-            of_loss_and_penalty(self.net, batch)
-        return loss
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("is_first", "layout"),
-    first_by_default(
-        [(True, "kept"), (False, "ddp"), (False, "checkpointed"), (True, "hsdp all_reduce")], 2
-    ),
-)
-def test_gradients_by_shards_and_gathered_parameters(
-    pool2: RankPool, pool4: RankPool, is_first: bool, layout: str
-) -> None:
-    """In one call, while a window is open: both are right, and training is what it is without."""
-    pool = pool4 if "hsdp" in layout else pool2
-    found = pool.run(fit, partial(LooksBeside, is_first), LAYOUTS[layout], ACCUMULATE)
-    assert_exact(found, plainly(ACCUMULATE, pool.num_ranks))
-
-
 # --- Gradients that training uses -------------------------------------------------------------------------------------
-
-
-def by_plain_backward(net: Net, batch: Batch) -> Tensor:
-    """[b] losses of adversarial inputs, as people wrote it first: weights get gradients too."""
-    inputs = batch[0].clone().requires_grad_()
-    F.cross_entropy(net(inputs), batch[1]).backward()
-    moved = batch[0] + 0.1 * inputs.grad.sign()
-    return F.cross_entropy(net(moved), batch[1], reduction="none")
 
 
 def penalty(net: Net, batch: Batch) -> Tensor:
@@ -204,58 +147,19 @@ def penalty(net: Net, batch: Batch) -> Tensor:
     return 0.1 * gradient.square().sum(1)
 
 
-USED = {"by_plain_backward": by_plain_backward, "penalty": penalty}
-
-
-class Uses(Trains):
-    """Adds what ``USED`` makes of foreign gradients to the loss."""
-
-    def __init__(self, used: str) -> None:
-        super().__init__()
-        self.used = USED[used]
+class Penalised(Trains):
+    """Adds the penalty to the loss."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch) + self.used(self.net, batch).mean()
-
-
-def _penalised(net: Net, batch: Batch) -> Tensor:
-    return sum_of_losses(net, batch) + penalty(net, batch).sum()
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "resharded", "kept"))
-def test_gradients_that_training_differentiates(pool2: RankPool, pool4: RankPool, layout: str) -> None:
-    """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
-    options = LAYOUTS[layout]
-    pool = pool4 if "hsdp" in layout else pool2
-    expected = plainly(ACCUMULATE, pool.num_ranks, _penalised)
-    for found in pool.run(fit_or_error, partial(Uses, "penalty"), options, ACCUMULATE):
-        if options.get("reshard_during_accumulation", False):
-            assert isinstance(found, str)
-            assert "A backward needed parameters that FSDP2 had freed" in found
-            assert "reshard_during_accumulation=False" in found
-        else:
-            assert not isinstance(found, str), found
-            assert weight_error(found, expected) <= TOLERANCE
+        return self.loss(batch) + penalty(self.net, batch).mean()
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: str) -> None:
-    """Refused with a remedy, which "penalty" with "checkpointed" layouts trains."""
+    """Refused with a remedy, which `Penalised` with "checkpointed" layouts trains."""
     options = {"data_parallel": engine, "activation_checkpointing": "selective"}
-    for message in pool2.run(fit_or_error, partial(Uses, "penalty"), options, 1):
+    for message in pool2.run(fit_or_error, Penalised, options, 1):
         assert "Pass activation_checkpointing=True" in message
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
-def test_a_plain_backward_in_mid_window(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
-    """Its gradients would join those of the window, and under DDP differ by rank."""
-    pool = pool4 if "data_parallel_replicate_size" in options else pool2
-    for message in pool.run(fit_or_error, partial(Uses, "by_plain_backward"), options, ACCUMULATE):
-        assert isinstance(message, str)
-        assert "A plain loss.backward() in the middle of an accumulation window" in message
-        assert "torch.autograd.grad(loss, inputs)" in message
 
 
 def _first_parts(net: nn.Module) -> Iterator[nn.Parameter]:
@@ -288,10 +192,119 @@ def test_a_backward_of_some_parameters(
     """`manual_backward(loss, inputs=parameters)` trains these and no others. Torch's DDP waits for the others."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     expected = plainly(1, pool.num_ranks, trains=_first_parts if only_first else nn.Module.parameters)
-    if only_first and "data_parallel" in options:
-        with pytest.raises(
-            RankError, match="DistributedDataParallel did not reduce all gradients of this window"
-        ):
-            pool.run(fit, partial(TrainsParts, only_first), options, 1)
-        return
-    assert_exact(pool.run(fit, partial(TrainsParts, only_first), options, 1), expected)
+    for found in pool.run(fit_or_error, partial(TrainsParts, only_first), options, 1):
+        if only_first and "data_parallel" in options:
+            assert "DistributedDataParallel did not reduce all gradients of this window" in found
+        else:
+            assert not isinstance(found, str), found
+            assert weight_error(found, expected) <= TOLERANCE
+
+
+# --- Backward hooks ---------------------------------------------------------------------------------------------------
+
+NAMED = {
+    "module hook": "1 modules, parameters or tensors have backward hooks (module net.blocks.1).",
+    "tensor hook": "1 modules, parameters or tensors have backward hooks (a tensor halved).",
+}
+Rule = Callable[[Tensor], Tensor]
+
+
+def clipped(gradient: Tensor) -> Tensor:
+    """[b, d] with each row's norm at most 0.02, which changes about half of them."""
+    norms = gradient.norm(dim=1, keepdim=True)
+    return gradient * (0.02 / norms).clamp(max=1.0)
+
+
+def halved(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient
+
+
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in (clipped, halved)}
+
+
+def attach(net: Net, rule: Rule, how: str) -> None:
+    """Change the gradients that reach the second block."""
+    block = net.blocks[1]
+    if how == "module hook":
+        block.register_full_backward_hook(lambda module, before, after: (rule(before[0]),))
+    else:
+        block.register_forward_pre_hook(lambda module, args: args[0].register_hook(rule) and None)
+
+
+class Hooked(Trains):
+    def __init__(self, rule: Rule, how: str) -> None:
+        super().__init__()
+        attach(self.net, rule, how)
+
+
+def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """`follows`: do what the message says."""
+    divisor = dist.get_world_size()
+    function = RULES[rule]
+    if follows:
+        options = {**options, "count_window_ahead": True}
+        module = Hooked(lambda gradient: divisor * function(gradient / divisor), how)
+    else:
+        module = Hooked(function, how)
+    said = _say(module, options)
+    return full_weights(module.net), said
+
+
+def _say(module: Trains, options: dict[str, Any]) -> list[str]:
+    """Train; what is said of backward hooks."""
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=ACCUMULATE)
+    return warnings_of("have backward hooks", trainer.fit, module)
+
+
+def expected(rule: str, how: str) -> dict[str, Tensor]:
+    return plainly(ACCUMULATE, prepare=lambda net: attach(net, RULES[rule], how))
+
+
+HOOKED = {
+    f"{rule}, {how}, {layout}": (rule, how, options)
+    for rule in RULES
+    for how in NAMED
+    for layout, options in STRATEGIES.items()
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "case", by_default(HOOKED, "clipped, module hook, kept", "clipped, tensor hook, ddp")
+)
+def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
+    rule, how, options = case
+    for weights, said in pool2.run(_fit, rule, how, options, True):
+        assert weight_error(weights, expected(rule, how)) <= TOLERANCE
+        assert len(said) <= 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", NAMED)
+@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "ddp"))
+def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> None:
+    """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
+    (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
+    assert weight_error(weights, expected("halved", how)) <= TOLERANCE
+    assert said_on_1 == []
+    assert len(said) == 1
+    assert said[0].startswith(NAMED[how])
+    assert "count_window_ahead=True" in said[0]
+    assert "2 * f(g / 2)" in said[0]
+
+
+class ParameterHook(Hooked):
+    def __init__(self) -> None:
+        super().__init__(halved, "tensor hook")
+        self.net.head.weight.register_hook(halved)
+
+
+def _fit_parameter_hook() -> list[str]:
+    return _say(ParameterHook(), {"data_parallel": "ddp"})
+
+
+def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:
+    """FSDP2 refuses them. Those of tensors are named in the next step."""
+    said, _ = pool2.run(_fit_parameter_hook)
+    named = [text.partition("(")[2].partition(" ")[0] for text in said]
+    assert named == ["parameter", "a"]

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.gradients.grad_scaling import LossScaling
 from tests.gradients.ragged import local
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, assert_exact, full_weights, weight_error
@@ -48,16 +43,13 @@ def _fit(
     options: dict[str, Any],
     settings: dict[str, Any],
     scaler: dict[str, Any],
-    agree: bool = True,
 ) -> tuple[dict[str, Tensor], float, Any]:
     """Runs on every rank: weights, the last scale, and what the module has noted, or the norm of the last step."""
     module = make_module(decoder())
     strategy = AutomodelStrategy(**options)
     settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
     trainer = make_trainer(strategy, **settings)
-    alone = mock.patch.object(LossScaling, "_agree", lambda self, found: found)
-    with nullcontext() if agree else alone:
-        trainer.fit(module, loader())
+    trainer.fit(module, loader())
     made = trainer.precision_plugin.scaler
     assert not {"unscale_", "_unscale_grads_"} & set(made.__dict__)
     norm = strategy.last_step.grad_norm
@@ -105,12 +97,6 @@ def test_overflow_on_one_rank_skips_the_step_everywhere(
         assert scale == INIT_SCALE / 2
         assert weight_error(weights, expected) <= SAME
     assert weight_error(loop("16-mixed", engine), expected) > 1000 * SAME
-
-
-def test_overflow_that_ranks_do_not_agree_on(pool2: RankPool) -> None:
-    """The agreement is needed: without it the ranks would part."""
-    (_, first, _), (_, second, _) = pool2.run(_fit, Overflow, {}, {}, FIXED, agree=False)
-    assert (first, second) == (INIT_SCALE, INIT_SCALE / 2)
 
 
 class Fused(WideLossModule):
@@ -283,36 +269,6 @@ def _norms(parameters: list[nn.Parameter]) -> list[float]:
     return [float(torch.cat([p.grad.flatten() for p in half]).norm()) for half in halves]
 
 
-def _resume(
-    options: dict[str, Any], folder: str
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Train for two epochs of three steps at once, and for one and then another from its checkpoint."""
-    path = f"{folder}/one.ckpt"
-    outcomes = []
-    scales = []
-    for max_epochs, resumes in ((2, False), (1, False), (2, True)):
-        module = WideLossModule(decoder())
-        settings = {
-            "accumulate_grad_batches": ACCUMULATE,
-            **precision_options("16-mixed", growth_interval=2),
-        }
-        trainer = make_trainer(AutomodelStrategy(**options), **{**settings, "max_epochs": max_epochs})
-        trainer.fit(module, loader(), ckpt_path=path if resumes else None)
-        outcomes.append(full_weights(module))
-        scales.append(trainer.precision_plugin.scaler.get_scale())
-        if max_epochs == 1:
-            trainer.save_checkpoint(path)
-    return outcomes[0], outcomes[2], scales
-
-
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_the_scale_is_in_checkpoints(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
-    """What a run has learned about its scale is not lost."""
-    for at_once, resumed, scales in pool2.run(_resume, options, str(tmp_path)):
-        assert scales == [INIT_SCALE * 8, INIT_SCALE * 2, INIT_SCALE * 8]
-        assert weight_error(resumed, at_once) <= SAME
-
-
 class ManyTokens(WideLossModule):
     """Losses so large that a sum over tokens leaves float16: the gradient of each logit is up to 20000."""
 
@@ -356,22 +312,6 @@ class FrozenTail(nn.Module):
         return self.tail[0](self.decoder(input_ids).to(self.tail[0].weight.dtype)).float()
 
 
-def _fit_many_tokens(
-    options: dict[str, Any],
-    in_range: bool,
-    precision: str = "16-true",
-    make_module: type[WideLossModule] = ManyTokens,
-    make_model: Callable[[], nn.Module] = decoder,
-) -> dict[str, Tensor]:
-    original = LossScaling.__init__
-    if not in_range:
-        LossScaling.__init__ = lambda self, scaler, in_float16, *args: original(self, scaler, False, *args)
-    try:
-        return fit(precision, options, make_module, make_model)[0]
-    finally:
-        LossScaling.__init__ = original
-
-
 FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
@@ -398,40 +338,13 @@ def test_sums_of_tokens_stay_in_range(
 ) -> None:
     """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
     exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
-    arguments = (precision, make_module, make_model)
-    found = pool2.run(_fit_many_tokens, options, True, *arguments)
-    assert_exact(found, exact, tolerance * torch.finfo(torch.float16).eps)
-    for weights in pool2.run(_fit_many_tokens, options, False, *arguments):
-        assert not all(weight.isfinite().all() for weight in weights.values())
+    found = pool2.run(fit, precision, options, make_module, make_model)
+    assert_exact((weights for weights, *_ in found), exact, tolerance * torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
 def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
-    found = pool2.run(_fit_many_tokens, options, True, "16-true", SmallCounts)
-    assert_exact(found, loop("64-true", "fsdp2"), 2 * torch.finfo(torch.float16).eps)
-
-
-def _fit_on_cuda() -> tuple[dict[str, Tensor], float]:
-    module = WideLossModule(decoder())
-    settings = {
-        "accelerator": "cuda",
-        "devices": 1,
-        "precision": "16-mixed",
-        "accumulate_grad_batches": ACCUMULATE,
-    }
-    trainer = make_trainer(AutomodelStrategy(), **settings)
-    trainer.fit(module, loader(replace(CASE, num_ranks=1)))
-    return full_weights(module), trainer.precision_plugin.scaler.get_scale()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: torch.cuda.is_available() is False")
-def test_by_name_on_cuda() -> None:
-    """The Trainer's own name for it, with Lightning's default scale: no step of the three is skipped."""
-    pool = RankPool(1)
-    try:
-        ((weights, scale),) = pool.run(_fit_on_cuda)
-    finally:
-        pool.stop()
-    exact = loop("64-true", "fsdp2", case=replace(CASE, num_ranks=1))
-    assert scale == 2.0**16
-    assert weight_error(weights, exact) <= 2 * torch.finfo(torch.float16).eps
+    found = pool2.run(fit, "16-true", options, SmallCounts)
+    assert_exact(
+        (weights for weights, *_ in found), loop("64-true", "fsdp2"), 2 * torch.finfo(torch.float16).eps
+    )

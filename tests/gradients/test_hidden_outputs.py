@@ -8,7 +8,6 @@ stay gathered, that does not matter; else the error names the option.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, assert_exact, full_weights, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, token_sums
 from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fit_rows, train_rows_plainly
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
 
 
 def block() -> nn.Sequential:
@@ -185,7 +184,6 @@ def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str])
 
 ACCUMULATE = 2
 WITHOUT_GAPS = replace(CASE, gap="none")
-BYPASSED = "2 parameters that FSDP2 shards got a gradient that it does not reduce"
 PENALISED = ("blocks.0.linear.weight", "blocks.1.norm.bias")
 
 
@@ -194,91 +192,42 @@ def norms(model: nn.Module) -> Tensor:
 
 
 class Penalises(ModelModule):
-    """Adds the penalty to the loss, computed before the forward or after it; or in the last micro-batch of a window."""
+    """Adds the penalty to the loss, before the forward: in all micro-batches, or in the last one of a window."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, only_in_last: bool) -> None:
         super().__init__(filled_decoder())
-        self.where = where
+        self.only_in_last = only_in_last
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        penalty = 0
-        if self.where == "before" or (self.where == "in the last" and batch_idx % ACCUMULATE):
-            penalty = norms(self.model)
-        loss = self(batch)
-        if self.where == "after":
-            penalty = norms(self.model)
-        return loss + penalty
+        penalty = norms(self.model) if batch_idx % ACCUMULATE or not self.only_in_last else 0
+        return penalty + self(batch)
 
 
-def fit(module: ModelModule, options: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **settings)
-    trainer.fit(module, loader(WITHOUT_GAPS))
+def _penalise(only_in_last: bool) -> dict[str, Tensor] | str:
+    """Weights, or the message of the RuntimeError; anomaly detection looks at gradients of shards too."""
+    module = Penalises(only_in_last)
+    strategy = AutomodelStrategy(reshard_during_accumulation=False)
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, detect_anomaly=True)
+    try:
+        trainer.fit(module, loader(WITHOUT_GAPS))
+    except RuntimeError as error:
+        return str(error)
     return full_weights(module)
 
 
-def penalised_sums(model: Any, batch: Batch, only_in_last: bool = False) -> tuple[Tensor, Any]:
+def penalised_sums(model: Any, batch: Batch) -> tuple[Tensor, Any]:
     """The penalty weighs as the micro-batches do that have it."""
     total, count = token_sums(model, batch)
-    if only_in_last and model.step % ACCUMULATE == 0:
-        return total, count
-    return total + count * norms(model), count
+    return total + count * norms(model) * (model.step % ACCUMULATE), count
 
 
-def _right_or_refused(where: str, options: dict[str, Any]) -> dict[str, Tensor] | str:
-    try:
-        return fit(Penalises(where), options)
-    except RuntimeError as error:
-        return str(error)
+def test_penalties_on_weights(pool2: RankPool) -> None:
+    """Of what is gathered exact: units once freed themselves within the backward that reads them last.
 
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "resharded"))
-@pytest.mark.parametrize("where", ["after", "before"])
-def test_in_training_step(pool2: RankPool, where: str, options: dict[str, Any]) -> None:
-    """Refused on every rank where units are sharded when it runs; exact where they are gathered or replicated."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, WITHOUT_GAPS, sums=penalised_sums))
-    frees = where == "before" or options.get("reshard_during_accumulation", False)
-    for found in pool2.run(_right_or_refused, where, options):
-        if frees and "data_parallel" not in options:
-            assert isinstance(found, str)
-            assert BYPASSED in found
-            assert all(name in found for name in PENALISED)
-        else:
-            assert not isinstance(found, str), found
-            assert weight_error(found, expected) <= TOLERANCE
-
-
-def test_of_retained_parameters(pool2: RankPool) -> None:
-    """Units once freed themselves within the backward that reads them last: a segmentation fault."""
-    sums = partial(penalised_sums, only_in_last=True)
-    expected = plain_weights(filled_decoder(), ACCUMULATE, WITHOUT_GAPS, sums=sums)
-    options = {"reshard_during_accumulation": False}
-    assert_exact(pool2.run(_right_or_refused, "in the last", options), prefixed(expected))
-
-
-def anchored(parameter: Tensor) -> Tensor:
-    return 0.3 * (full(parameter) - 0.1).square().sum()
-
-
-class BeforeTheStep(ModelModule):
-    """What the error tells users to write."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        with torch.enable_grad():
-            for parameter in map(self.model.get_parameter, PENALISED):
-                parameter.grad += torch.autograd.grad(anchored(parameter), parameter)[0]
-
-
-def _while_detecting_anomalies() -> dict[str, Tensor]:
-    return fit(BeforeTheStep(filled_decoder()), {}, detect_anomaly=True)
-
-
-def _anchored_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    total, count = token_sums(model, batch)
-    return total + count * sum(map(anchored, map(model.get_parameter, PENALISED))), count
-
-
-def test_anomaly_detection_looks_at_sharded_gradients(pool2: RankPool) -> None:
-    """``DTensor`` has no rule for how torch asks them for NaN."""
-    expected = plain_weights(filled_decoder(), ACCUMULATE, WITHOUT_GAPS, sums=_anchored_sums)
-    assert_exact(pool2.run(_while_detecting_anomalies), prefixed(expected))
+    Of shards refused; `tests/search` draws them under other options.
+    """
+    expected = plain_weights(filled_decoder(), ACCUMULATE, WITHOUT_GAPS, sums=penalised_sums)
+    assert_exact(pool2.run(_penalise, True), prefixed(expected))
+    for message in pool2.run(_penalise, False):
+        assert "2 parameters that FSDP2 shards got a gradient that it does not reduce" in message
+        assert all(name in message for name in PENALISED)

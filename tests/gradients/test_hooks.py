@@ -24,19 +24,17 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
     TinyDecoder,
-    assert_exact,
     full_weights,
     relative_error,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
+from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 WITHOUT_GAPS = replace(CASE, gap="none")
 CLIP = 0.05
 CLIP_VALUE = 0.005
-WRONG = 1e-6
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
 
 
@@ -58,42 +56,6 @@ def fit(module: ModelModule, options: dict[str, Any], **trainer_options: Any) ->
     )
     trainer.fit(module, loader())
     return trainer
-
-
-class SeesGradients(ModelModule):
-    """Keeps a full copy of the gradients that each optimizer step announces."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.seen: list[dict[str, Tensor]] = []
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.seen.append({name: full(grad).clone() for name, grad in grads.items()})
-
-
-def _gradients_seen(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    module = SeesGradients(decoder())
-    fit(module, options, **trainer_options)
-    return module.seen
-
-
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize(
-    ("algorithm", "clip", "reference"), [("norm", CLIP, by_norm), ("value", CLIP_VALUE, by_value)]
-)
-def test_on_before_optimizer_step_sees_final_unclipped_gradients(
-    pool2: RankPool, algorithm: str, clip: float, reference: Any, options: dict[str, Any]
-) -> None:
-    """The token means of the window over all ranks, before they are clipped; the weights then show the clipping."""
-    expected = train_model_plainly(decoder(), ACCUMULATE, clip=reference(clip))
-    unclipped = train_model_plainly(decoder(), ACCUMULATE)
-    assert relative_error(expected[-1]["head.weight"], unclipped[-1]["head.weight"]) > WRONG
-    clipping = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
-    for seen in pool2.run(_gradients_seen, options, clipping):
-        assert len(seen) == len(expected)
-        for gradients, wanted in zip(seen, expected, strict=True):
-            assert weight_error(gradients, wanted) <= TOLERANCE
 
 
 def _halve(parameters: list[nn.Parameter]) -> None:
@@ -232,14 +194,6 @@ class Explodes(ModelModule):
             grad.view(-1)[0] = math.inf
 
 
-def _weights(
-    make_module: type[ModelModule], options: dict[str, Any], **trainer_options: Any
-) -> dict[str, Tensor]:
-    module = make_module(decoder())
-    fit(module, options, **trainer_options)
-    return full_weights(module.model)
-
-
 def _explode(where: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[str, bool, int]:
     module = Explodes(decoder(), where)
     with pytest.raises(RuntimeError, match="gradient norm") as raised:
@@ -268,68 +222,6 @@ def test_error_if_nonfinite(
         assert unchanged
         assert global_step == 1
         assert "no parameter has been changed by it" in message
-
-
-class TouchesOnOneRank(ModelModule):
-    """Writes to the gradients of rank 1 alone, without changing any: a guard that replaces NaN does no less."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if dist.get_rank() == 1:
-            for parameter in self.parameters():
-                local(parameter.grad).mul_(1)
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_a_hook_that_writes_on_one_rank_keeps_ranks_in_step(
-    pool2: RankPool, options: dict[str, Any]
-) -> None:
-    """Whether the norm is measured again does not depend on what one rank's hooks have done."""
-    expected = plain_weights(decoder(), ACCUMULATE, clip=by_norm(CLIP))
-    tracked = options | {"track_grad_norm": True}
-    assert_exact(
-        pool2.run(_weights, TouchesOnOneRank, tracked, gradient_clip_val=CLIP, timeout_s=20), expected
-    )
-
-
-class Reports(Callback):
-    """The report's norm after every micro-batch, and whether there is a report."""
-
-    def __init__(self) -> None:
-        self.norms: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        report = trainer.strategy.last_step
-        norm = "no report" if report is None else report.grad_norm
-        self.norms.append(float(norm) if isinstance(norm, Tensor) else norm)
-
-
-def _reported_norms(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[Any]:
-    reports = Reports()
-    fit(ModelModule(decoder()), options, callbacks=[reports], **trainer_options)
-    return reports.norms
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("options", "trainer_options", "has_norm"),
-    [
-        ({"track_grad_norm": True}, {"gradient_clip_val": 1e9, "gradient_clip_algorithm": "value"}, True),
-        ({"data_parallel": "ddp"}, {"gradient_clip_val": 1e9}, True),
-        ({}, {}, False),
-    ],
-)
-def test_norm_of_the_last_step(
-    pool2: RankPool, options: dict[str, Any], trainer_options: dict[str, Any], has_norm: bool
-) -> None:
-    """No report before the first step, then the newest one's norm where it was asked for."""
-    expected: list[Any] = [None] * 3
-    if has_norm:
-        gradients = train_model_plainly(decoder(), ACCUMULATE)
-        norms = [math.sqrt(sum(float(g.square().sum()) for g in step.values())) for step in gradients]
-        expected = [pytest.approx(norm, rel=TOLERANCE) for norm in norms]
-    first, second, third = expected
-    for found in pool2.run(_reported_norms, options, trainer_options):
-        assert found == [*["no report"] * 2, *[first] * 3, *[second] * 2, third]
 
 
 class SeesOutputs(Callback):

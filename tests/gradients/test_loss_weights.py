@@ -12,8 +12,10 @@ import torch.distributed.nn.functional as across
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.gradients.loss_graph import LossTerm, loss_terms
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from tests.gradients.test_foreign_gradients import Batch, Net, Trains, plainly
@@ -87,22 +89,6 @@ SAID: dict[str, Case] = {
     "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
     "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, used, None),
 }
-
-
-@pytest.mark.parametrize(("loss_shift", "given"), [(1, 0), (0, 1), (0, 0), (1, 1)])
-def test_a_shift_is_told(loss_shift: int, given: int) -> None:
-    """A step that shifts its labels itself, or does not, while the other is counted."""
-    told: list[str] = []
-    weighting = TokenWeighting(label_shift=given)
-    looks = FirstLooks(LightningModule(), weighting)
-    for num_rows in (1, 2):
-        for rows in (ONE[:3], OTHER[:2]):
-            labels = rows.abs().repeat(num_rows, 1)
-            loss = ce(labels[:, loss_shift:].flatten())
-            told.append(looks.advice(loss, labels[:, given:].numel(), 1))
-    assert ["needs label_shift=1, any other needs label_shift=0" in text for text in told if text] == [
-        True
-    ] * (loss_shift != given)
 
 
 @pytest.mark.parametrize(("options", "loss", "count", "said"), SAID.values(), ids=SAID)
@@ -226,3 +212,70 @@ def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, engine: str) ->
         assert not told
     (_, told), _ = pool2.run(_train, "features", False, ENGINES[engine])
     assert not told
+
+
+# --- What a loss divides by, read from its graph ----------------------------------------------------------------------
+
+LABELS = torch.tensor([0, 2, -100, 1])
+
+
+def logits() -> Tensor:
+    return torch.linspace(-1, 1, 4 * CLASSES, dtype=torch.float64).view(4, CLASSES).requires_grad_()
+
+
+def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(logits(), *args, **kwargs)
+
+
+def summed_loss() -> Tensor:
+    return cross_entropy(LABELS, reduction="sum")
+
+
+def of_each_label() -> Tensor:
+    return cross_entropy(LABELS, reduction="none")
+
+
+def mean_of_two() -> Tensor:
+    return torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean()
+
+
+def of_an_image() -> Tensor:
+    return F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None])
+
+
+TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
+    "smoothed": (
+        lambda: cross_entropy(LABELS, label_smoothing=0.1),
+        [LossTerm("labels", 3, 0.9), LossTerm("numbers", 3, 0.1 / 3)],
+    ),
+    "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("cross-entropies", 4)]),
+    "in float32": (lambda: cross_entropy(LABELS).float(), [LossTerm("labels", 3)]),
+    "an image": (of_an_image, [LossTerm("labels", 3)]),
+    "a sum over a number": (lambda: summed_loss() / 7, [LossTerm("cross-entropies", 7)]),
+    "a mean by hand": (lambda: of_each_label().mean(), [LossTerm("cross-entropies", 4)]),
+    "a mean of two": (mean_of_two, [LossTerm("labels", 6), LossTerm("labels", 6)]),
+    "weighed by a parameter": (lambda: torch.ones((), requires_grad=True) * cross_entropy(LABELS), []),
+    "not linear": (lambda: cross_entropy(LABELS).square(), []),
+    "a mean of others": (lambda: logits().square().mean(), []),
+    "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
+    "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
+    "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
+    "a mean of sums of cross-entropies": (
+        lambda: of_each_label().view(2, 2).sum(-1).mean(),
+        [LossTerm("cross-entropies", 2)],
+    ),
+    "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
+}
+
+
+def test_a_dispatch_mode_does_not_disturb() -> None:
+    """In it torch cannot read the tensors that it has made of Python numbers."""
+    with FlopCounterMode(display=False):
+        assert loss_terms(cross_entropy(LABELS) / 7) == []
+        assert loss_terms(cross_entropy(LABELS)) == [LossTerm("labels", 3)]
+
+
+@pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
+def test_what_a_loss_divides_by(loss: Callable[[], Tensor], terms: list[LossTerm]) -> None:
+    """Of a release of torch that names its functions otherwise, nothing would be known."""
+    assert loss_terms(loss()) == terms

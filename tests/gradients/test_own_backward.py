@@ -1,11 +1,12 @@
 """A module's own `backward`, and backwards within the strategy's: gradients are final when autograd's backward returns.
 
 The reference is one process with all tokens of a window in one batch, whose gradients are edited once, before
-its step.
+its step. Clipping and counts by hand are drawn by `tests/search`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.trainer.exactness import Batch, TinyDecoder, assert_exact, full_weigh
 from tests.trainer.plain import plain_weights
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import (
+    CASE,
     TOLERANCE,
     LabelledModule,
     ManualModule,
@@ -31,6 +33,8 @@ from tests.trainer.runs import (
     first_by_default,
     loader,
     make_trainer,
+    train_plainly,
+    warnings_of,
 )
 
 NUM_BATCHES = 6
@@ -208,36 +212,6 @@ def test_backwards_that_are_refused(pool2: RankPool) -> None:
     check_refused(pool2, __name__)
 
 
-class RaisesAfterwards(ManualModule):
-    """Fails when gradients are final, and goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[bool] = []
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
-        raise KeyError("after the backward")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        loss = super().training_step(batch, batch_idx)
-        with pytest.raises(KeyError):
-            self.manual_backward(loss)
-        self.kept.append(all(parameter.grad is not None for parameter in self.parameters()))
-
-
-def _fail_afterwards(options: dict[str, Any]) -> list[bool]:
-    module = RaisesAfterwards()
-    make_trainer(AutomodelStrategy(**options)).fit(module, loader(case(dist.get_world_size())))
-    return module.kept
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_an_error_after_the_backward_leaves_final_gradients(pool2: RankPool, engine: str) -> None:
-    for kept in pool2.run(_fail_afterwards, ENGINES[engine][1]):
-        assert kept == [True] * NUM_BATCHES
-
-
 class Cached(Trains):
     """A loss over the rows of a batch, whose gradients a hook computes chunk by chunk, as GradCache does."""
 
@@ -312,3 +286,70 @@ def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
     """Right where the window holds nothing yet."""
     expected = plain_weights(TinyDecoder(20).double(), 2, case(2))
     assert_exact(pool2.run(_fit, ZeroesInIt, 2, ENGINES[engine][1]), expected)
+
+
+# --- Several backwards of one batch -----------------------------------------------------------------------------------
+
+TWO_ROWS = replace(CASE, ragged=False)
+
+
+AGAIN = "manual_backward is called again for the same batch, and each loss weighs by all {} of that batch."
+
+
+class Chunks(ManualModule):
+    """One backward for each row, told its count or not."""
+
+    def __init__(self, tell: bool) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        rows = len(batch["labels"])
+        for row in range(rows):
+            chunk = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            kwargs = {"num_label_tokens": (chunk["labels"] != -100).sum()} if self.tell else {}
+            with optimizer.toggle_model(sync_grad=row == rows - 1):
+                self.manual_backward(self(chunk), **kwargs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
+    module = Chunks(tell)
+    said: list[str] = []
+    error = ""
+    trainer = make_trainer(AutomodelStrategy(**options))
+    try:
+        said = warnings_of("manual_backward is called", trainer.fit, module, loader(TWO_ROWS))
+    except ValueError as raised:
+        error = str(raised)
+    return full_weights(module.model), error, said
+
+
+def test_chunks_of_a_batch(pool2: RankPool) -> None:
+    """Exact with a count for each; without, none of them may weigh as the whole batch in silence."""
+    expected = train_plainly([[index] for index in range(8)], TWO_ROWS)
+    for weights, error, warned in pool2.run(_fit_chunks, True, {}):
+        assert weight_error(weights, expected) <= TOLERANCE
+        assert (error, warned) == ("", [])
+    for _, error, _ in pool2.run(_fit_chunks, False, {}):
+        assert error.startswith(AGAIN.format("label tokens"))
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"count": "samples"}, "samples"),
+        ({"per_token_loss": False}, None),
+    ],
+)
+def test_backwards_that_may_be_of_the_whole_batch(
+    pool2: RankPool, options: dict[str, Any], counted: str | None
+) -> None:
+    """A GAN and SAM run several: a warning at most, once."""
+    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, False, options)):
+        assert error == ""
+        assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
+            rank == 0 and counted is not None
+        )

@@ -13,20 +13,25 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.gradients.whole_tensors import OPTION, WholeSteps, is_stepped_whole
+from lightning_automodel.gradients.whole_tensors import OPTION, is_stepped_whole
 from tests.checkpoint.checkpoints import resume, save, uninterrupted
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import PLAN, assert_exact, full_weights, micro_batches, weight_error
-from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, train_model_plainly
+from tests.trainer.exactness import (
+    PLAN,
+    VOCABULARY,
+    TinyDecoder,
+    assert_exact,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.plain import ModelModule, fill, plain_weights, prefixed, train_model_plainly
 from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer, warnings_of
 
 # --- Optimizers that look at a whole tensor: on a part, they compute something else -----------------------------------
@@ -135,11 +140,23 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+class OneRow(TinyDecoder):
+    """A decoder with a matrix of one row, of which all ranks but one hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.row = nn.Parameter(torch.empty(1, VOCABULARY))
+        fill(self)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) + self.row
+
+
 class WholeModule(ModelModule):
     """Trains a small decoder with one of the `KINDS`; ``tensor`` shares it between tensor-parallel ranks."""
 
     def __init__(self, kind: str, tensor: bool = False) -> None:
-        super().__init__(filled_decoder())
+        super().__init__(OneRow())
         self.kind = kind
         self.tensor = tensor
 
@@ -161,7 +178,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp": (4, {"data_parallel_replicate_size": 2}),
     "tensor parallel": (4, {"tensor_parallel_size": 2}),
 }
-BY_DEFAULT = [("fsdp2", "whole"), ("fsdp2", "shards"), ("tensor parallel", "whole")]
+BY_DEFAULT = [("fsdp2", "whole"), ("fsdp2", "shards"), ("four ranks", "whole"), ("tensor parallel", "whole")]
 OF_STEP = {"whole": ["muon", "shampoo", "by loss"], "shards": ["muon", "adafactor", "coupled"]}
 """Owners would each find a step size of their own for "coupled", which is refused."""
 
@@ -219,7 +236,7 @@ def test_steps_are_those_of_one_process(layout: str, step: str, request: pytest.
     by_rank = pool.run(_fit, kinds, {"optimizer_step": step, **options}, case)
     for number, kind in enumerate(kinds):
         expected = prefixed(
-            plain_weights(filled_decoder(), ACCUMULATE, case, clip=_clip, make_optimizer=KINDS[kind])
+            plain_weights(OneRow(), ACCUMULATE, case, clip=_clip, make_optimizer=KINDS[kind])
         )
         owned = []
         for found in by_rank:
@@ -241,121 +258,8 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 
 # --- Bits -------------------------------------------------------------------------------------------------------------
 
-SHAPES = ((5, 24), (1, 16), (3, 3), (33, 7), (24, 5))
-
-
-def _steps(dtype: torch.dtype, replicas: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Runs on every rank: weights and momentum of torch's Muon on shards with owners, and in one process."""
-    mesh_shape = (replicas, dist.get_world_size() // replicas) if replicas > 1 else (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    sharded = _model(dtype)
-    whole = _model(dtype)
-    fully_shard(sharded, mesh=mesh)
-    optimizers = [
-        torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.1) for model in (sharded, whole)
-    ]
-    steps = WholeSteps(torch.device("cpu"), "whole")
-    steps.take(optimizers[0])
-    generator = torch.Generator().manual_seed(1)
-    for number in range(4):
-        for index, (mine, reference) in enumerate(
-            zip(sharded.parameters(), whole.parameters(), strict=True)
-        ):
-            gradient = torch.randn(reference.shape, generator=generator).to(dtype)
-            is_used = number % 2 == 0 or index != 1  # one has a gradient every second step
-            reference.grad = gradient if is_used else None
-            mine.grad = _sharded_like(mine, gradient) if is_used else None
-        steps.begin(optimizers[0])
-        optimizers[0].step()
-        steps.end(optimizers[0])
-        optimizers[1].step()
-    weights = full_weights(sharded)
-    owned = steps.of(optimizers[0])
-    momentum = {
-        name: optimizers[0].state[parameter]["momentum_buffer"]
-        for name, parameter in sharded.named_parameters()
-        if owned[parameter]
-    }
-    assert all(parameter not in optimizers[0].state for parameter, is_own in owned.items() if not is_own)
-    expected = dict(
-        zip(weights, (optimizers[1].state[p]["momentum_buffer"] for p in whole.parameters()), strict=True)
-    )
-    return [(weights, full_weights(whole)), (momentum, {name: expected[name] for name in momentum})]
-
-
-def _sharded_like(parameter: Tensor, gradient: Tensor) -> DTensor:
-    assert isinstance(parameter, DTensor)
-    return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _model(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.sweep), (4, 1)]
-)
-def test_the_same_bits(num_ranks: int, replicas: int, request: pytest.FixtureRequest) -> None:
-    """The same function of the same gradients: fewer rows than ranks, uneven rows, wide and tall, in two dtypes."""
-    pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
-    for dtype in (torch.float32, torch.bfloat16):
-        for pairs in pool.run(_steps, dtype, replicas):
-            for found, expected in pairs:
-                assert found.keys() == expected.keys()
-                for name in found:
-                    assert torch.equal(found[name], expected[name]), (dtype, name)
-
 
 # --- Which are stepped whole ------------------------------------------------------------------------------------------
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Steps with others, whose groups are its own."""
-
-    def __init__(self, *inner: torch.optim.Optimizer) -> None:
-        self.inner = list(inner)
-        super().__init__([group for optimizer in inner for group in optimizer.param_groups], {})
-
-
-def _choices() -> dict[str, list[bool]]:
-    """Runs on every rank: which groups are stepped whole."""
-    model = nn.Linear(4, 6)
-    fully_shard(model)
-    plain = nn.Parameter(torch.ones(3, 3))
-    muon = torch.optim.Muon([model.weight])
-    adamw = torch.optim.AdamW([model.bias])
-    named = [
-        {"params": [model.weight], OPTION: "shards"},
-        {"params": [model.bias], OPTION: "whole"},
-    ]
-    optimizers: dict[str, tuple[torch.optim.Optimizer, str]] = {
-        "muon": (muon, "auto"),
-        "muon on shards": (muon, "shards"),
-        "adamw": (adamw, "auto"),
-        "adamw by owners": (adamw, "whole"),
-        "of groups": (torch.optim.AdamW(named), "auto"),
-        "wrapped": (Wrapper(muon, adamw), "auto"),
-        "not sharded": (torch.optim.Muon([plain]), "whole"),
-    }
-    return {
-        name: [is_stepped_whole(optimizer, group, option) for group in optimizer.param_groups]
-        for name, (optimizer, option) in optimizers.items()
-    }
-
-
-def test_which_are_stepped_whole(pool2: RankPool) -> None:
-    """Those that are known, or that the option names."""
-    expected = {
-        "muon": [True],
-        "muon on shards": [False],
-        "adamw": [False],
-        "adamw by owners": [True],
-        "of groups": [False, True],
-        "wrapped": [True, False],
-        "not sharded": [False],
-    }
-    assert pool2.run(_choices) == [expected, expected]
 
 
 def test_a_group_with_an_unknown_value() -> None:
@@ -432,7 +336,7 @@ def _grow() -> dict[str, Tensor]:
 
 def test_a_group_that_comes_later(pool2: RankPool) -> None:
     """Frozen parameters have no owner until they are trained."""
-    model = filled_decoder()
+    model = OneRow()
     model.blocks[0].requires_grad_(False)
     optimizer = NestedShampoo([p for p in model.parameters() if p.requires_grad])
     train_model_plainly(model, 4, make_optimizer=lambda _: optimizer)
