@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -136,6 +136,7 @@ def _fit(
         "steps": trainer.global_step,
         "batches": trainer.num_training_batches,
         "told": [str(each.message) for each in caught if "count twice" in str(each.message)],
+        "reports": [each.report for each in trainer.callbacks if isinstance(each, ExactnessCheck)],
     }
 
 
@@ -277,47 +278,48 @@ def test_means_leave_padding_batches_out(pool4: RankPool, length: int) -> None:
             assert reduced[step] == pytest.approx(expected, rel=1e-6)
 
 
+def noting(name: str) -> Any:
+    """A hook of a module, or of a callback, that logs the rows of its batch."""
+
+    def hook(self: Any, *args: Any) -> None:
+        module = self if isinstance(self, LightningModule) else args[1]
+        if "start" in name:
+            module.rows = next(each for each in args if isinstance(each, dict))["index"].double()
+        size = len(module.rows)
+        self.log(name, module.rows.mean(), batch_size=size, sync_dist=True, on_step=True, on_epoch=True)
+        self.log_dict({f"{name} sum": float(size)}, reduce_fx="sum", sync_dist=True, on_epoch=True)
+
+    return hook
+
+
 class LogsInHooks(LabelledModule):
-    """Logs the rows of each batch in its step and in the hooks around it, and so does its callback."""
+    """Logs in its step and in the hooks around it, and so does its callback."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_started: list[bool] = []
 
-    def note(self, name: str, logs: Any, batch: Any = None) -> None:
-        if batch is not None:
-            self.rows = batch["index"].double()
-        size = len(self.rows)
-        logs.log(name, self.rows.mean(), batch_size=size, sync_dist=True, on_step=True, on_epoch=True)
-        logs.log_dict({f"{name} sum": float(size)}, reduce_fx="sum", sync_dist=True, on_epoch=True)
-
     def on_train_epoch_start(self) -> None:
         self.log("epoch", 1.0, reduce_fx="sum", sync_dist=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.note("start", self, batch)
+        noting("start")(self, batch)
         self.has_started.append(self.trainer.strategy.is_filler)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note("step", self)
+        noting("step")(self)
         return {"loss": self(batch), "num_label_tokens": int((batch["labels"] != -100).sum())}
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.note("optimizer", self)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note("end", self)
+    on_before_optimizer_step = noting("optimizer")
+    on_train_batch_end = noting("end")
 
     def on_train_epoch_end(self) -> None:
         self.log("epoch end", 1.0, reduce_fx="sum", sync_dist=True)
 
 
 class AlsoLogs(Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        module.note("callback start", self, batch)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        module.note("callback end", self)
+    on_train_batch_start = noting("callback start")
+    on_train_batch_end = noting("callback end")
 
 
 def _log_in_hooks(length: int, ahead: bool) -> tuple[dict[str, float], list[bool]]:
@@ -382,17 +384,23 @@ TOLD = (
 
 
 def test_repeated_samples_are_told_of(pool2: RankPool) -> None:
-    """Once, on rank 0, where they count twice: weights are then not those of one process."""
-    first, second = pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, "own sampler")
+    """Once, on rank 0, where they count twice: weights are then not those of one process. ExactnessCheck tells too."""
+    settings = {"callbacks": [ExactnessCheck(steps=3)]}
+    first, second = pool2.run(_fit, {}, 21, {"batch_size": 5}, settings, "own sampler")
     assert second["told"] == []
     assert len(first["told"]) == 1
     assert first["told"][0].startswith(TOLD)
     why = "a DistributedSampler, which is not the Trainer's own, or over which an __iter__ of yours"
     assert why in first["told"][0]
+    assert all(TOLD in report for report in first["reports"])
     order = order_of([first, second])
     assert len(order) == 22
     assert len(set(order)) == 21
     assert weight_error(first["weights"], plain_weights(21, order[:21], 10, 1)) > 1e-3
+    for padded in pool2.run(_fit, {}, 21, {"batch_size": 5}, settings):
+        [report] = padded["reports"]
+        assert report.startswith("ExactnessCheck: EXACT")
+        assert TOLD not in report
 
 
 def test_what_padding_would_change_is_refused(pool2: RankPool) -> None:
@@ -400,30 +408,6 @@ def test_what_padding_would_change_is_refused(pool2: RankPool) -> None:
     with pytest.raises(RankError, match="a metric with dist_sync_on_step=True would gather padding batches"):
         pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, "synchronised metric")
     pool2.run(_fit, {}, 21, {"batch_size": 4}, {"max_epochs": 1}, "synchronised metric")
-
-
-def _check_exactness(strategy: str, own: bool) -> tuple[str, str]:
-    check = ExactnessCheck(steps=3)
-    rows = Rows(21)
-    loader = DataLoader(rows, 5, sampler=DistributedSampler(rows) if own else None)
-    made: Any = AutomodelStrategy() if strategy == "automodel" else strategy
-    trainer = make_trainer(made, callbacks=[check], use_distributed_sampler=True)
-    trainer.fit(LabelledModule(), loader)
-    return check.verdict or "", check.report
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("strategy", "own", "repeats"),
-    [("automodel", False, False), ("automodel", True, True), ("ddp", False, True)],
-)
-def test_exactness_check_tells_of_repeated_samples(
-    pool2: RankPool, strategy: str, own: bool, repeats: bool
-) -> None:
-    """Of those that count: the padding batch of the third step is none, and that step is exact."""
-    for verdict, report in pool2.run(_check_exactness, strategy, own):
-        assert (TOLD in report) == repeats
-        assert (verdict == "exact") == (strategy == "automodel")
 
 
 class TensorParallel(Trains):
@@ -453,48 +437,25 @@ def test_one_of_several_loaders_is_refused(pool2: RankPool) -> None:
 # --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
-def _train(
-    options: dict[str, Any],
-    length: int,
-    size: int,
-    folder: Path,
-    after: tuple[int, ...] = (),
-    path: Path | None = None,
-) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """Whole weights after two epochs, which may save or go on from a checkpoint, and the rows that were seen."""
+def _train(folder: Path, resumes: bool) -> list[list[int]]:
+    """Rows of each batch in two epochs, which are saved after two batches, or resumed from there."""
     module = Trains()
     trainer = make_trainer(
-        AutomodelStrategy(**options),
+        AutomodelStrategy(),
         max_epochs=2,
         accumulate_grad_batches=2,
         use_distributed_sampler=True,
-        callbacks=[Saves("on_train_batch_end", number, folder / str(number)) for number in after],
+        callbacks=[] if resumes else [Saves("on_train_batch_end", 2, folder / "saved")],
     )
-    trainer.fit(module, DataLoader(Rows(length), size, shuffle=True), ckpt_path=path)
-    return full_weights(module.model), module.seen
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp", "count_window_ahead": True}], ids=str)
-def test_resuming(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Before, after and at the padding batch, and within a window: the same rows to the end, and the same bits.
-
-    Batches that were drawn ahead and not trained on are drawn again.
-    """
-    after = (1, 2, 3, 5)
-    calm = pool2.run(_train, options, 21, 5, tmp_path, after)
-    for number in after:
-        resumed = pool2.run(_train, options, 21, 5, tmp_path, (), tmp_path / str(number))
-        for (weights, seen), (calm_weights, calm_seen) in zip(resumed, calm, strict=True):
-            assert seen == calm_seen[len(calm_seen) - len(seen) :]
-            assert all(torch.equal(weights[name], calm_weights[name]) for name in weights)
-        assert len(resumed[0][1]) == 6 - (number if number > 1 else 0)  # that window begins again
+    loader = DataLoader(Rows(25), 2, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=folder / "saved" if resumes else None)
+    return module.seen
 
 
 def test_resuming_on_fewer_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     """Four ranks have used 16 of 25 rows. Two go on with the other nine, of which the last is one rank's alone."""
-    used = [rows_of(seen[:2]) for _, seen in pool4.run(_train, {}, 25, 2, tmp_path, (2,))]
-    rest = [rows_of(seen) for _, seen in pool2.run(_train, {}, 25, 2, tmp_path, (), tmp_path / "2")]
+    used = [rows_of(seen[:2]) for seen in pool4.run(_train, tmp_path, False)]
+    rest = [rows_of(seen) for seen in pool2.run(_train, tmp_path, True)]
     epoch = [index for rows in used for index in rows] + rest[0][:5] + rest[1][:4]
     assert sorted(epoch) == list(range(25))
     assert [len(rows) for rows in rest] == [5 + 13, 4 + 12]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_automodel import AutomodelStrategy, dp_eval_sample_shard
+from lightning_automodel.data.streams import check_counted_ranks
 
 
 @pytest.mark.parametrize("strategy", ["ddp", AutomodelStrategy(data_parallel="ddp"), DDPStrategy()])
@@ -34,3 +36,21 @@ def test_rank_outside_of_the_group(dp_rank: int, dp_size: int) -> None:
     assert str(raised.value) == (
         f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group."
     )
+
+
+# --- Data sets that share their rows out by themselves ----------------------------------------------------------------
+
+
+def loader_counting(rank: int, size: int) -> SimpleNamespace:
+    """A loader whose data set counts ranks as litdata's do."""
+    return SimpleNamespace(
+        dataset=SimpleNamespace(distributed_env=SimpleNamespace(global_rank=rank, world_size=size))
+    )
+
+
+def test_made_before_the_ranks_have_started() -> None:
+    """Each rank then takes itself for the only one, and reads all rows."""
+    check_counted_ranks(loader_counting(1, 2), 1, 2)
+    check_counted_ranks([1, 2, 3], 1, 2)
+    with pytest.raises(ValueError, match=r"counts this rank as \(0, 1\), and the run as \(1, 2\)"):
+        check_counted_ranks(loader_counting(0, 1), 1, 2)

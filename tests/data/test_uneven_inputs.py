@@ -381,26 +381,3 @@ def test_length_that_says_nothing(pool2: RankPool, what: str, stage: str) -> Non
     if what == "loader":
         assert pool2.run(_leave_out, what, "train", (4, 2), uneven_inputs="pad") == [(8, 8)] * 2
         pool2.run(_leave_out, what, "validate", (4, 2))
-
-
-def _count_gathers(is_stream: bool) -> int:
-    calls = 0
-    gather = dist.all_gather
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return gather(*args, **kwargs)
-
-    dist.all_gather = counting
-    try:
-        _run("fit", DDP, (3, 3), is_stream, {})
-    finally:
-        dist.all_gather = gather
-    return calls
-
-
-def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None:
-    """Lengths are exchanged as objects, once; of a stream, each draw is, of which the last finds the end."""
-    assert pool2.run(_count_gathers, False) == [0, 0]
-    assert pool2.run(_count_gathers, True) == [4, 4]

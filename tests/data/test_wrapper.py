@@ -1,13 +1,23 @@
-"""What iterates in place of a user's object is that object to all other code."""
+"""A user's loaders and batches: what iterates in place of an object is that object to all other code."""
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.data.wrapper import Wrapper
+from lightning_automodel.gradients.token_loss import count_samples
+from lightning_automodel.sharding.tensor_parallel import check_same_batch
+from tests.rank_pool import RankPool
 
 
 class Rows:
@@ -59,3 +69,48 @@ def test_copy() -> None:
     assert list(copy.deepcopy(wrapper)) == [1, 1, 2, 2]
     with pytest.raises(AttributeError, match="absent"):
         _ = wrapped_copy.absent
+
+
+# --- Tensors of a batch are found in its containers, of which some check what they are built of -----------------------
+
+
+@dataclass
+class Checked:
+    """As anomalib's batches: what is no tensor is refused, also where a field is set later."""
+
+    images: Tensor
+    names: list[str] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "images" and not isinstance(value, Tensor):
+            raise TypeError(f"images must be a tensor, got {value!r}")
+        super().__setattr__(name, value)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_order_and_kinds() -> None:
+    """Nested mappings, sequences, named tuples and dataclasses; strings and numbers are passed over."""
+    tensors = [torch.tensor(float(number)) for number in range(5)]
+    batch = {
+        "a": [tensors[0], "text", 3],
+        "b": Pair(tensors[1], None),
+        "c": Checked(tensors[2]),
+        "d": deque(tensors[3:]),
+    }
+    assert [float(tensor) for tensor in tensors_in(batch)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_samples_of_a_dataclass_that_checks_itself() -> None:
+    assert count_samples(Checked(torch.zeros(3, 2), ["a", "b", "c"])) == 3
+
+
+def check_peers() -> None:
+    check_same_batch(Checked(torch.zeros(2)), dist.group.WORLD, torch.device("cpu"), "tensor-parallel")
+
+
+def test_first_batches_of_peers_are_compared(pool2: RankPool) -> None:
+    pool2.run(check_peers)
