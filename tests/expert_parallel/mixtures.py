@@ -42,6 +42,12 @@ class Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.empty(number, HIDDEN, width))
         self.down = nn.Parameter(torch.empty(number, width, HIDDEN))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch's layers do."""
+        nn.init.normal_(self.up, std=0.5)
+        nn.init.normal_(self.down, std=0.5)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """What the experts of this rank multiply by."""
@@ -78,14 +84,15 @@ class Mixture(nn.Module):
 
 
 class MixtureDecoder(nn.Module):
-    """Embedding, two mixtures, each behind an attention without weights, and a head."""
+    """Embedding, two mixtures, each behind an attention without weights, and a head; not ``has_values``: as drawn."""
 
-    def __init__(self, number: int = NUM_EXPERTS) -> None:
+    def __init__(self, number: int = NUM_EXPERTS, has_values: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Mixture(number) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        fill(self)
+        if has_values:
+            fill(self)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embedding(input_ids)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +25,7 @@ from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches, weight_error
-from tests.trainer.hugging_face import filled
+from tests.trainer.hugging_face import OwnLoss, filled
 from tests.trainer.plain import fill, sgd, windows
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import by_default, make_trainer
@@ -65,22 +64,16 @@ def make_model(kind: str, implementation: str = "eager") -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(**SIZES)
     # Experts are computed in float64 by "eager" alone.
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    model.config.use_cache = False
     fill(model)
     return model
 
 
-class Mixture(LightningModule):
+class Mixture(OwnLoss):
     """Trains on the model's own loss."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.model = make_model(kind)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return self.model(**batch, use_cache=False).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self)
+        super().__init__(make_model(kind))
 
 
 class Grouped(Mixture):

@@ -7,7 +7,10 @@ are uneven, and empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,23 +22,22 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_automodel import ExactnessCheck
+from lightning_automodel.checkpoint.__main__ import main
+from tests.checkpoint.checkpoints import adamw, resume, save, uninterrupted
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
-    NUM_EXPERTS,
-    WIDTH,
     Experts,
     Mixture,
     MixtureDecoder,
     SpreadModule,
     UnequalStart,
     fit,
-    local,
 )
 from tests.gradients.test_whole_tensors import Looking
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import VOCABULARY, full_weights, weight_error
-from tests.trainer.plain import fill, plain_weights
+from tests.trainer.exactness import full_weights, weight_error
+from tests.trainer.plain import plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
 PLAN = {
@@ -43,10 +45,7 @@ PLAN = {
     "head": ColwiseParallel(output_layouts=Replicate()),
 }
 TWO_BATCHES = replace(CASE, num_ranks=2)
-
-
 CLIP = 0.3
-
 MODES: dict[str, dict[str, Any]] = {
     "kept": {},
     "all ranks": {"expert_parallel_size": 4},
@@ -87,25 +86,16 @@ class ClippedByTorch(SpreadModule):
 
 
 def test_clipped_by_torch(pool4: RankPool) -> None:
-    clipped = plain_weights(
-        MixtureDecoder(6),
-        ACCUMULATE,
-        CASE,
-        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP),
+    unclipped, clipped = (
+        plain_weights(MixtureDecoder(6), ACCUMULATE, CASE, clip=clip)
+        for clip in (lambda _: None, partial(nn.utils.clip_grad_norm_, max_norm=CLIP))
     )
-    assert weight_error(plain_weights(MixtureDecoder(6), ACCUMULATE, CASE), clipped) > 1e-3, (
-        "nothing was clipped"
-    )
+    assert weight_error(unclipped, clipped) > 1e-3, "nothing was clipped"
     for found in pool4.run(fit, {}, ClippedByTorch, number=6):
         assert weight_error(found.weights, clipped) <= TOLERANCE
 
 
-def test_empty_shards(pool4: RankPool) -> None:
-    expected = plain_weights(MixtureDecoder(2), ACCUMULATE, CASE)
-    assert weight_error(pool4.run(fit, {}, number=2)[0].weights, expected) <= TOLERANCE
-
-
-# --- Beside other layouts ---------------------------------------------------------------------------------------------
+# --- Modules of many kinds --------------------------------------------------------------------------------------------
 
 
 class BesideTensorParallel(UnequalStart):
@@ -116,66 +106,105 @@ class BesideTensorParallel(UnequalStart):
         parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
 
-def test_beside_tensor_parallelism(pool4: RankPool) -> None:
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
-    for found in pool4.run(fit, {"tensor_parallel_size": 2}, BesideTensorParallel, case=TWO_BATCHES):
-        assert weight_error(found.weights, expected) <= TOLERANCE
+class OwnFactor(SpreadModule):
+    """Shards the model itself, the experts over the ranks that hold the same ones, and has a factor of its own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.model.blocks:
+            fully_shard(block.experts, mesh=self.device_mesh["expert_data_parallel_shard"])
+            fully_shard(block, mesh=self.device_mesh["data_parallel_shard"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
+        self.model.blocks[0].experts.set_gradient_divide_factor(4.0)
 
 
-@pytest.mark.parametrize(
-    "options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole")
-)
-def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
-    """Stepped whole too."""
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
-    for found in pool4.run(fit, {"context_parallel_size": 2, **options}, UnequalStart, case=TWO_BATCHES):
-        assert weight_error(found.weights, expected) <= TOLERANCE
+class LoadsWhole(SpreadModule):
+    """Loads whole tensors into the sharded module before the first step."""
+
+    def on_fit_start(self) -> None:
+        self.model.load_state_dict(_scaled().state_dict())
+        loaded = full_weights(self.model)
+        assert all(weight.cpu().equal(loaded[name]) for name, weight in _scaled().state_dict().items())
 
 
-# --- Parameters of experts --------------------------------------------------------------------------------------------
-
-
-class AdaptedExperts(Experts):
-    """A frozen base, and an adapter of low rank for each expert."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.requires_grad_(False)
-        self.first = nn.Parameter(torch.empty(number, 2, self.up.shape[2]))
-        self.second = nn.Parameter(torch.empty(number, self.up.shape[1], 2))
-
-    def weights(self) -> tuple[Tensor, Tensor]:
-        up, down = super().weights()
-        return up + local(self.second) @ local(self.first), down
-
-
-class AdaptedModule(SpreadModule):
-    """Trains adapters alone."""
-
-    def __init__(self, model: MixtureDecoder) -> None:
-        super().__init__(adapted(model))
-
-
-def adapted(model: MixtureDecoder) -> MixtureDecoder:
-    """The model with adapters, and everything else frozen."""
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.experts = AdaptedExperts(len(block.gate.weight))
-    fill(model)
+def _scaled() -> MixtureDecoder:
+    model = MixtureDecoder()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
     return model
 
 
-def test_adapters_of_experts(pool4: RankPool) -> None:
-    expected = plain_weights(adapted(MixtureDecoder()), ACCUMULATE, CASE)
-    start = adapted(MixtureDecoder()).state_dict()
-    for found in pool4.run(fit, {}, AdaptedModule):
+class FromMeta(SpreadModule):
+    """Creates its model on the meta device, from where experts are spread without values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(nn.Identity())
+        torch.manual_seed(7 + dist.get_rank())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device("meta"):
+                self.model = MixtureDecoder(has_values=False)
+        super().configure_model()
+
+
+def _drawn() -> MixtureDecoder:
+    """As rank 0 draws it, from whose random state each rank draws all experts and keeps its own."""
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    model = MixtureDecoder(has_values=False)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+Kind = tuple[type[SpreadModule], dict[str, Any], Callable[[], MixtureDecoder]]
+KINDS: dict[str, Kind] = {
+    "empty shards": (SpreadModule, {"number": 2}, partial(MixtureDecoder, 2)),
+    "tensor": (BesideTensorParallel, {"options": {"tensor_parallel_size": 2}}, MixtureDecoder),
+    "context": (UnequalStart, {"options": {"context_parallel_size": 2}}, MixtureDecoder),
+    "context, whole": (
+        UnequalStart,
+        {"options": {"context_parallel_size": 2, "optimizer_step": "whole"}},
+        MixtureDecoder,
+    ),
+    "units of the user": (OwnFactor, {}, MixtureDecoder),
+    "whole states": (LoadsWhole, {}, _scaled),
+    "from the meta device": (FromMeta, {"precision": "64-true"}, _drawn),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "kind", by_default(KINDS, *(name for name in KINDS if name not in ("context", "from the meta device")))
+)
+def test_kinds(pool4: RankPool, kind: Kind) -> None:
+    make, settings, make_model = kind
+    settings = {"options": {}, **settings}
+    shares = "tensor_parallel_size" in settings["options"] or "context_parallel_size" in settings["options"]
+    case = TWO_BATCHES if shares else CASE
+    expected = plain_weights(make_model(), ACCUMULATE, case)
+    for found in pool4.run(fit, make=make, case=case, **settings):
         assert weight_error(found.weights, expected) <= TOLERANCE
-        changed = {
-            name.rpartition(".")[2]
-            for name, weight in found.weights.items()
-            if not weight.equal(start[name])
-        }
-        assert changed == {"first", "second"}
+
+
+class UnitsOfBoth(SpreadModule):
+    """The gate is averaged over the ranks that hold the same experts alone."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.device_mesh["expert_data_parallel_shard"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
+
+
+def test_wrong_units_of_the_user(pool4: RankPool) -> None:
+    message = r"model\.blocks\.0 \(Mixture\) averages its gradients over 2 ranks, but 4 hold different data"
+    with pytest.raises(RankError, match=message):
+        pool4.run(fit, {}, UnitsOfBoth)
+
+
+# --- Parameters of experts --------------------------------------------------------------------------------------------
 
 
 class ByMatrix(Looking):
@@ -209,101 +238,7 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
         assert groups == [choice, choice]
 
 
-class InitialisedExperts(Experts):
-    """Initialises itself, as torch's layers do."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.up, std=0.5)
-        nn.init.normal_(self.down, std=0.5)
-
-
-class InitialisedDecoder(MixtureDecoder):
-    """Without values of its own."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList()
-        for _ in range(2):
-            block = Mixture(NUM_EXPERTS)
-            block.experts = InitialisedExperts(NUM_EXPERTS)
-            self.blocks.append(block)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-
-class FromMeta(SpreadModule):
-    """Creates its model on the meta device, from where experts are spread without values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(nn.Identity())
-        torch.manual_seed(7 + dist.get_rank())
-
-    def configure_model(self) -> None:
-        if isinstance(self.model, nn.Identity):
-            with torch.device("meta"):
-                self.model = InitialisedDecoder()
-        super().configure_model()
-
-
-@pytest.mark.sweep
-def test_initialised_from_the_meta_device(pool4: RankPool) -> None:
-    """Each rank draws all experts from the first rank's random state, and keeps its own."""
-    torch.manual_seed(7)
-    torch.set_default_dtype(torch.float64)
-    model = InitialisedDecoder()
-    torch.set_default_dtype(torch.float32)
-    expected = plain_weights(model, ACCUMULATE, CASE)
-    for found in pool4.run(fit, {}, FromMeta, precision="64-true"):
-        assert weight_error(found.weights, expected) <= TOLERANCE
-
-
-# --- Units of the user ------------------------------------------------------------------------------------------------
-
-
-class OwnUnits(SpreadModule):
-    """Shards the model itself, the experts over the ranks that hold the same ones."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for block in self.model.blocks:
-            fully_shard(block.experts, mesh=self.device_mesh["expert_data_parallel_shard"])
-            fully_shard(block, mesh=self.device_mesh["data_parallel_shard"])
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
-
-
-class UnitsOfBoth(SpreadModule):
-    """The gate is averaged over the ranks that hold the same experts alone."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for block in self.model.blocks:
-            fully_shard(block, mesh=self.device_mesh["expert_data_parallel_shard"])
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
-
-
-class OwnFactor(OwnUnits):
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.model.blocks[0].experts.set_gradient_divide_factor(4.0)
-
-
-def test_units_of_the_user(pool4: RankPool) -> None:
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, {}, OwnFactor):
-        assert weight_error(found.weights, expected) <= TOLERANCE
-
-
-def test_wrong_units_of_the_user(pool4: RankPool) -> None:
-    message = r"model\.blocks\.0 \(Mixture\) averages its gradients over 2 ranks, but 4 hold different data"
-    with pytest.raises(RankError, match=message):
-        pool4.run(fit, {}, UnitsOfBoth)
-
-
-# --- Callbacks and hooks ----------------------------------------------------------------------------------------------
+# --- A callback -------------------------------------------------------------------------------------------------------
 
 
 class Grouped(SpreadModule):
@@ -330,27 +265,63 @@ def test_exactness_check(pool4: RankPool) -> None:
         assert verdict == "exact", report
 
 
-class LoadsWhole(SpreadModule):
-    """Loads whole tensors into the sharded module before the first step."""
+# --- Checkpoints: all ranks get the same micro-batches, so that every layout follows the same gradients ---------------
 
-    def on_fit_start(self) -> None:
-        self.model.load_state_dict(_scaled().state_dict())
-        self.loaded = full_weights(self.model)
-
-    def on_train_start(self) -> None:
-        expected = _scaled().state_dict()
-        assert all(weight.cpu().equal(expected[name]) for name, weight in self.loaded.items())
-
-
-def _scaled() -> MixtureDecoder:
-    model = MixtureDecoder()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    return model
+ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two": {"expert_parallel_size": 2},
+    "four": {"expert_parallel_size": 4},
+    "replicas": {"expert_parallel_size": 2, "data_parallel_replicate_size": 2},
+    "none": {},
+}
 
 
-def test_whole_states(pool4: RankPool) -> None:
-    expected = plain_weights(_scaled(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, {}, LoadsWhole):
-        assert weight_error(found.weights, expected) <= TOLERANCE
+class AdamMixture(SpreadModule):
+    """Trained by AdamW; started elsewhere if it will be loaded."""
+
+    def __init__(self, is_loaded: bool = False) -> None:
+        super().__init__(MixtureDecoder())
+        if is_loaded:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+@pytest.fixture(scope="module")
+def expected(pool4: RankPool) -> dict[str, Tensor]:
+    """Weights after two epochs without a stop, without expert parallelism."""
+    return pool4.run(uninterrupted, {}, AdamMixture)[0]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("saving", "resuming", "form"),
+    [
+        pytest.param("two", "four", {}, marks=pytest.mark.sweep),  # experts in shards
+        ("four", "none", {}),
+        ("none", "replicas", {}),
+        ("replicas", "four", ONE_FILE),
+    ],
+)
+def test_another_layout(
+    pool4: RankPool,
+    tmp_path: Path,
+    expected: dict[str, Tensor],
+    saving: str,
+    resuming: str,
+    form: dict[str, Any],
+) -> None:
+    """Consolidated, it is one file with whole experts."""
+    path = tmp_path / "saved.ckpt"
+    saved = pool4.run(save, {**LAYOUTS[saving], **form}, str(path), AdamMixture)[0]
+    for weights in pool4.run(resume, {**LAYOUTS[resuming], **form}, str(path), AdamMixture, (True,)):
+        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, saved) > 1e-6, "nothing was trained"
+    if path.is_dir():
+        assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
+        found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
+        assert {name.removeprefix("model.") for name in found} == saved.keys()
+        assert all(found[f"model.{name}"].equal(weight) for name, weight in saved.items())
