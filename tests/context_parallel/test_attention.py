@@ -1,16 +1,18 @@
-"""Attention outside of a run."""
+"""Attention and slices outside of a run."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import context_parallel_attention
 from lightning_automodel.context_parallel import attention
+from lightning_automodel.context_parallel.slices import SHIFTED_LABELS, SequenceSlices
+from lightning_automodel.options import StrategyOptions
 from tests.rank_pool import RankPool
 
 
@@ -32,25 +34,6 @@ def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
     torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunks", [(0, 1), (0, 3), (1, 2)])
-def test_attention_while_operations_are_counted(chunks: tuple[int, int]) -> None:
-    """`FlopCounterMode` is a dispatch mode, in which torch cannot make its causal bias."""
-    slices = attention.Slices(group=None, chunks=chunks, chunk=2, length=8)
-    generator = torch.Generator().manual_seed(3)
-    query = torch.randn(1, 2, 4, 4, generator=generator).double()
-    key, value = (torch.randn(1, 2, 8, 4, generator=generator).double() for _ in range(2))
-
-    def attend() -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "whole", lambda part, slices: torch.cat([key, value], dim=-1))
-            with attention.computing_on(slices):
-                return context_parallel_attention(query, key[..., :4, :], value[..., :4, :])
-
-    with FlopCounterMode(display=False):
-        attended = attend()
-    torch.testing.assert_close(attended, attend(), rtol=1e-12, atol=1e-12)
-
-
 def differentiate_twice() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     slices = attention.Slices(
@@ -66,3 +49,50 @@ def differentiate_twice() -> None:
 def test_second_derivatives_are_refused(pool2: RankPool) -> None:
     """On every rank; a gradient penalty would take what the other ranks send for a constant."""
     pool2.run(differentiate_twice)
+
+
+# --- Which positions of a batch each rank of a group gets -------------------------------------------------------------
+
+
+def slices_of(batch: Any) -> list[Any]:
+    """The slices of two ranks."""
+    options = StrategyOptions(context_parallel_size=2, ignore_index=-100, label_shift=1)
+    return [SequenceSlices(rank, options).slice(batch) for rank in range(2)]
+
+
+def test_what_is_sliced() -> None:
+    """Of four chunks, rank 0 gets the first and the last: so ranks have the same amount to compute.
+
+    Labels that are shifted already stay, and so do entries of another shape, as long as they are, and the user's batch.
+    """
+    ids = torch.arange(16).view(2, 8)
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        SHIFTED_LABELS: ids.roll(-1, dims=-1),
+        "lengths": torch.arange(8),
+    }
+    slices = slices_of(batch)
+    assert batch["labels"] is ids
+    for key in ("input_ids", SHIFTED_LABELS):
+        (first, last), (second, third) = (each[key].chunk(2, dim=-1) for each in slices)
+        assert torch.equal(torch.cat([first, second, third, last], dim=-1), batch[key])
+    assert all(each["lengths"] is batch["lengths"] for each in slices)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([torch.zeros(2, 4)], "got list"),
+        ({"tokens": torch.zeros(2, 4)}, "got \\['tokens'\\]"),
+        ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, "input_ids have 4 positions"),
+        ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, "has the shape \\[\\]"),
+        (
+            {"input_ids": torch.zeros(2, 4), "attention_mask": torch.zeros(2, 1, 4, 4)},
+            "\\[2, 1, 4, 4\\]",
+        ),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slices_of(batch)

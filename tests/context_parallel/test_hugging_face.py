@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, Batch, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
-from tests.trainer.plain import sgd
+from tests.trainer.plain import plain_weights
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
@@ -93,19 +94,15 @@ def make_batch(kind: str, rng: random.Random) -> Batch:
 
 
 def train_plainly(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Weights of one process. Gradients are divided after backward: the loss is float32."""
-    optimizer = sgd(model)
-    for start in range(0, NUM_BATCHES, ACCUMULATE):
-        window = make_batches(kind)[start : start + ACCUMULATE]
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
-        optimizer.zero_grad()
-        for batch, count in zip(window, counts, strict=True):
-            if count:
-                (model(**batch, use_cache=False).loss * count).backward()
-        for parameter in model.parameters():
-            parameter.grad.div_(sum(counts))
-        optimizer.step()
-    return full_weights(model)
+    """Weights of one process."""
+
+    def sums(model: Any, batch: Batch) -> tuple[Tensor, int]:
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        output = model(**batch, use_cache=False)
+        return (output.loss * count if count else 0 * output.logits.sum()), count
+
+    case = Case(seed=0, num_batches=NUM_BATCHES)
+    return plain_weights(model, ACCUMULATE, case, sums=sums, by_rank=[make_batches(kind)])
 
 
 def fit(make_model: Callable[[], nn.Module], kind: str) -> tuple[dict[str, Tensor], list[Any]]:
