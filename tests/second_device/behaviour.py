@@ -1,4 +1,4 @@
-"""What the second device does as an accelerator does, and its collectives as NCCL's.
+"""What the second device does as an accelerator does.
 
 Each function runs on the ranks of a pool and raises if not.
 """
@@ -6,25 +6,19 @@ Each function runs on the ranks of a pool and raises if not.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
-from lightning_automodel.gradients.rescale_clip import clip_gradients, gradient_factor, scale_gradients_
-from lightning_automodel.gradients.token_loss import TokenWeighting, sums_of
+from lightning_automodel.gradients.rescale_clip import clip_gradients, scale_gradients_
 from lightning_automodel.sharding.activation_checkpointing import offloaded_activations
 from tests.second_device import device
 
 HERE = f"{device.TYPE}:0"
-NEIGHBOUR = f"{device.TYPE}:1"
-LATE_S = 0.4
 
 
 def _event() -> torch.Event:
@@ -76,24 +70,6 @@ def waits_are_told() -> None:
     assert not waits
 
 
-def devices_are_told_apart() -> None:
-    """Mixing them raises, also with the CPU; a tensor is on the device that was current."""
-    own = torch.ones(4, device=HERE)
-    for other in (torch.ones(4), torch.ones(4, device=NEIGHBOUR)):
-        for mix in (torch.add, torch.dot, lambda first, second: torch.cat([first, second])):
-            with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
-                mix(own, other)
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.add(own, own, out=torch.ones(4))
-    assert (own + torch.tensor(1.0)).tolist() == [2.0] * 4
-    torch.accelerator.set_device_index(1)
-    assert torch.ones(1, device=device.TYPE).device.index == 1
-    assert (own + own).device.index == 0
-    torch.accelerator.set_device_index(0)
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.rand(2, device=HERE, generator=torch.Generator())
-
-
 def activations_leave_and_come_back() -> None:
     """Without a wait, and with the same gradients."""
     torch.manual_seed(0)
@@ -115,18 +91,6 @@ def activations_leave_and_come_back() -> None:
     assert not waits
     assert all(map(torch.equal, found, expected))
     assert kept <= 3 * start.nbytes + 1024
-
-
-def negative_counts_do_not_get_lost() -> None:
-    """Though nobody reads them: beside counts that are right, gradients of their window are NaN."""
-    told = torch.tensor(-3, device=HERE), torch.tensor(8, device=HERE)
-    loss = torch.ones((), device=HERE)
-    with device.recorded_waits() as waits:
-        counts = [TokenWeighting().count(None, {"num_label_tokens": count}) for count in told]
-        totals = torch.stack([sums_of(loss, count) for count in counts]).sum(0)
-        factor = gradient_factor(totals[0], 2)
-    assert not waits
-    assert factor.isnan()
 
 
 def kernels_do_not_grow_with_the_parameters() -> None:
@@ -152,64 +116,3 @@ def kernels_do_not_grow_with_the_parameters() -> None:
         on_lists = {name: count for name, count in many.items() if name.startswith("_foreach_")}
         assert on_lists == {"_foreach_mul_": 2, "_foreach_norm": 1}
     assert launched(torch.bfloat16, 30) != launched(torch.bfloat16, 3)
-
-
-# --- Where collectives behave as NCCL's -------------------------------------------------------------------------------
-
-
-def _here() -> torch.device:
-    return torch.device(device.TYPE, dist.get_rank())
-
-
-def _ones(size: int = 4) -> Tensor:
-    return torch.ones(size, device=_here())
-
-
-@contextlib.contextmanager
-def _seconds() -> Iterator[Callable[[], float]]:
-    start = time.monotonic()
-    yield lambda: time.monotonic() - start
-
-
-def collectives_are_queued() -> None:
-    """The call returns, waiting for it makes the stream wait, and the host waits where it reads, or synchronizes."""
-    reads: list[Callable[[Tensor], Any]] = [
-        lambda tensor: tensor.sum().item(),
-        lambda tensor: tensor.cpu(),
-        lambda tensor: torch.accelerator.synchronize(),
-        lambda tensor: torch.accelerator.current_stream().synchronize(),
-        lambda tensor: torch.get_device_module(_here()).empty_cache(),
-        lambda tensor: torch.zeros(4, pin_memory=True).copy_(tensor, non_blocking=True),
-    ]
-    dist.all_reduce(_ones())
-    for read in reads:
-        dist.barrier()
-        tensor = _ones()
-        if dist.get_rank() == 1:
-            time.sleep(LATE_S)
-        with _seconds() as passed:
-            work = dist.all_reduce(tensor, async_op=True)
-            work.wait()
-            event = torch.accelerator.current_stream().record_event()
-            if dist.get_rank() == 0:
-                assert not work.is_completed()
-                assert not event.query()
-                assert not torch.accelerator.current_stream().query()
-            assert passed() < LATE_S / 2
-            read(tensor)
-            assert dist.get_rank() == 1 or passed() > LATE_S / 2
-        assert event.query()
-        assert tensor.tolist() == [2.0] * 4
-
-
-def reads_must_wait() -> None:
-    """A stream that has not waited for a collective cannot read its result, only view it."""
-    tensor = _ones()
-    work = dist.all_reduce(tensor, async_op=True)
-    halves = tensor.view(2, 2)
-    with pytest.raises(RuntimeError, match="without having waited for it"):
-        halves + 1
-    work.wait()
-    assert (halves + 1).sum().item() == 12.0
-    gathered = functional.all_gather_single(tensor, 0, dist.group.WORLD)
-    assert gathered.view(2, 4).sum().item() == 16.0

@@ -1,8 +1,7 @@
 """Fits on the second device: the bodies that run on the CPU, with ranks that have another device (`conftest.py`).
 
 What is imported here is collected here. One set of parameters of each runs by default, the others in the
-sweep. `-k test_cell -m "sweep or not sweep" --support-table
-benchmarks/results/support_cpu2.md` writes how much of the matrix of support has run.
+sweep.
 """
 
 # ruff: noqa: F401
@@ -67,41 +66,9 @@ BY_DEFAULT = {
     [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
     ids=str,
 )
-def test_cell(cell: Cell, request: pytest.FixtureRequest, table: dict[Cell, str]) -> None:
+def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     """The matrix of support; float16 trains here, too."""
-    ranks: RankPool = request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}")
-    table[cell] = "failed"
-    table[cell], _ = check(cell, ranks)
-
-
-@pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, str]]:
-    """How each cell went; with --support-table, it is written at the end."""
-    found: dict[Cell, str] = {}
-    yield found
-    if (path := request.config.getoption("--support-table")) and found:
-        write_section(Path(path), "second device", as_markdown(found))
-
-
-def as_markdown(found: dict[Cell, str]) -> str:
-    """How many features passed or were refused, by precision and layout."""
-    layouts = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
-    rows = {}
-    for precision in PRECISIONS:
-        counts = {layout: Counter[str]() for layout in layouts}
-        for cell, status in found.items():
-            if cell.precision == precision:
-                counts[cell.layout][status] += 1
-        rows[precision] = [
-            ", ".join(f"{number} {word}" for word, number in count.items()) or "not selected"
-            for count in counts.values()
-        ]
-    intro = (
-        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features"
-        " passed on the second device of `tests/second_device`, by the tolerances of the tables above, and"
-        " how many were refused as there."
-    )
-    return "\n".join([intro, "", *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
+    check(cell, request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}"))
 
 
 class WithStates(LabelledModule):
