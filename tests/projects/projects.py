@@ -28,10 +28,7 @@ others; rl4co's baseline is the mean of each rank's batch, and batch normalizati
 
 RAGGED = {
     "anomalib",
-    "chemprop",
-    "deeptab",
     "deeptab_tangos",
-    "lightning_transformer",
     "litgpt",
     "torch_geometric",
     "webdataset",
@@ -55,43 +52,6 @@ def series(count: int = NUM_SAMPLES) -> np.ndarray:
     """[count, SERIES_LENGTH] sines of various phases."""
     steps = np.arange(SERIES_LENGTH) / 4
     return np.stack([np.sin(steps + phase) for phase in range(count)]).astype(np.float32)
-
-
-def chemprop(run: Run) -> None:
-    """Message passing over molecules."""
-    from chemprop import data, models
-    from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
-
-    points = [data.MoleculeDatapoint.from_smi("C" * (1 + i) + "O", [i / 10]) for i in range(NUM_SAMPLES)]
-    loaders = [
-        data.build_dataloader(data.MoleculeDataset(points), run.batch_size, shuffle=False) for _ in range(2)
-    ]
-    module = models.MPNN(BondMessagePassing(d_h=16, depth=2), MeanAggregation(), RegressionFFN(input_dim=16))
-    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch.Y)))
-
-
-def pytorch_forecasting(run: Run) -> None:
-    """The temporal fusion transformer."""
-    import pandas as pd
-    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
-
-    table = [(i, step, value) for i, row in enumerate(series()) for step, value in enumerate(row)]
-    frame = pd.DataFrame(table, columns=["group", "time", "value"])
-    data = TimeSeriesDataSet(
-        frame,
-        time_idx="time",
-        target="value",
-        group_ids=["group"],
-        min_encoder_length=SERIES_LENGTH - 4,
-        max_encoder_length=SERIES_LENGTH - 4,
-        max_prediction_length=4,
-        min_prediction_length=4,
-        time_varying_unknown_reals=["value"],
-        time_varying_known_reals=["time"],
-    )
-    loaders = [data.to_dataloader(train=False, batch_size=run.batch_size, num_workers=0) for _ in range(2)]
-    module = TemporalFusionTransformer.from_dataset(data, hidden_size=8, dropout=0.0, log_interval=0)
-    run.fit(module, *loaders, strategy=run.strategy(**EQUAL_BATCHES))
 
 
 def rl4co(run: Run) -> None:
@@ -213,21 +173,6 @@ def litgpt(run: Run) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     loaders = [DataLoader(rows, run.batch_size) for _ in range(2)]
     run.fit(LitGPT(), *loaders, strategy=run.strategy(label_shift=1))
-
-
-def lightning_transformer(run: Run) -> None:
-    """Lightning's own demo, without its download."""
-    from lightning.pytorch.demos import LightningTransformer, Transformer
-
-    class Offline(Supervised, LightningTransformer):
-        def prepare_data(self) -> None:
-            """Nothing to download."""
-
-    module = Offline(vocab_size=32)
-    module.model = Transformer(vocab_size=32, ninp=16, nhid=16, dropout=0.0)
-    tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
-    loaders = [DataLoader([(row[:-1], row[1:]) for row in tokens], run.batch_size) for _ in range(2)]
-    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: batch[1].numel()))
 
 
 def gluonts(run: Run) -> None:
@@ -421,14 +366,6 @@ def pina(run: Run) -> None:
         trainer.test(ckpt_path=run.ckpt_path, weights_only=False)
     else:
         trainer.train(ckpt_path=run.ckpt_path, weights_only=False)
-
-
-def deeptab(run: Run) -> None:
-    """A residual network over tables, by its module and its datamodule."""
-    from deeptab.architectures.resnet import ResNet
-    from deeptab.configs import ResNetConfig
-
-    _fit_table(run, ResNet, ResNetConfig(layer_sizes=[8, 8], num_blocks=2, dropout=0.0))
 
 
 def deeptab_tangos(run: Run) -> None:

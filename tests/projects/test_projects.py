@@ -35,16 +35,12 @@ HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "repl
 PASSED_TO_STRATEGY = {
     "anomalib": '`count="samples"`',
     "anomalib_ganomaly": "`per_token_loss=False`; replicated `find_unused_parameters`",
-    "chemprop": "`count_label_tokens=lambda batch: len(batch.Y)`",
     "darts": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
-    "deeptab": "`count_label_tokens=lambda batch: len(batch[1])`",
     "deeptab_tangos": "`count_label_tokens=lambda batch: len(batch[1])`",
     "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
-    "lightning_transformer": "`count_label_tokens=lambda batch: batch[1].numel()`",
     "litgpt": "`label_shift=1`",
     "nequip": "`per_token_loss=False`",
     "pina": '`per_token_loss=False`; `solver.register_parameter("rate", problem.unknown_parameters["rate"])`',
-    "pytorch_forecasting": "`per_token_loss=False`",
     "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
     "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
     "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
@@ -52,7 +48,6 @@ PASSED_TO_STRATEGY = {
 PACKAGES = {
     "anomalib_ganomaly": "anomalib",
     "deeptab_tangos": "deeptab",
-    "lightning_transformer": "lightning",
     "pina": "pina-mathlab",
 }
 """Of projects that have another name."""
