@@ -5,71 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.processes import ROOT, fresh_environment
 from tests.second_device import build
 
 BENCHMARKS = ROOT / "benchmarks"
-SHARE = 0.9  # of a card's memory that tensors may take: contexts, kernels and the allocator have the rest
 
 
-@cache
-def _planned(case: Any, recompute: bool) -> float:
-    """The most that a rank holds, in GB, by the plan."""
-    from llama import LlamaModule
-
-    from lightning_automodel.options import StrategyOptions
-    from lightning_automodel.plan.layouts import Plan
-    from lightning_automodel.plan.recording import run
-
-    case = replace(case, device="meta", precision="bf16-true", recompute=recompute)
-    options = StrategyOptions(activation_checkpointing=recompute)
-    tokens = torch.zeros(case.rows, case.length, dtype=torch.long)
-    micro = run(lambda: (LlamaModule(case), {"input_ids": tokens, "labels": tokens}), "bf16-true", options)
-    return Plan(micro, options, case.ranks, case.accumulate, ranks_per_node=8).high_water / 1e9
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "stages"),
-    [
-        (80, ["two-ranks"]),
-        pytest.param(80, ["one-device", "waits", "trace", "long"], marks=pytest.mark.sweep),
-        pytest.param(141, ["one-device", "waits", "trace", "long", "two-ranks"], marks=pytest.mark.sweep),
-    ],
-)
-def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: list[str]) -> None:
-    """Every case of these stages on one card, by the plan. What keeps some activations counts as what keeps all."""
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts import each other by name, as they do where they are called."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu
-    import single_gpu
-
-    shapes = {name: gpu.stage_case(name, "cuda", gigabytes) for name in gpu.STAGE_SHAPES}
-    # As the script is called.
-    one_device = replace(shapes["one-device"], rows=1, is_chunked=False, recompute=False)
-    cases = [("one-device", case) for case in single_gpu.ways(one_device).values()]
-    cases += [("one-device", case) for case in single_gpu.switched(one_device).values()]
-    cases += [("waits", replace(shapes["waits"], **feature)) for feature in gpu.FEATURES.values()]
-    cases += [("trace", shapes["trace"])]
-    cases += [("long", case) for case in gpu.long_cases(shapes["long"])[-2:]]  # the longest
-    cases += [("two-ranks", replace(shapes["two-ranks"], ranks=2))]
-    assert {stage for stage, _ in cases} == set(gpu.STAGES) - {"tests", "first-hour"}
-    most: dict[str, float] = {}
-    for stage, case in cases:
-        if stage not in stages:
-            continue
-        recomputes = case.recompute in (True, "offload")
-        same = replace(case, way="automodel", recompute=recomputes, compile=False, options=())
-        on_card = 2 if stage == "two-ranks" else 1
-        most[stage] = max(most.get(stage, 0.0), on_card * _planned(same, recomputes))
-    assert {stage: size for stage, size in most.items() if size > SHARE * gigabytes} == {}, most
 
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -152,11 +103,8 @@ def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("slow", "gbits", "is_right"), [(20.0, None, True), (9.0, None, False), (20.0, 400.0, False)]
 )
-def test_a_slow_link_is_named(
-    monkeypatch: pytest.MonkeyPatch, slow: float, gbits: float | None, is_right: bool
-) -> None:
+def test_a_slow_link_is_named(slow: float, gbits: float | None, is_right: bool) -> None:
     """Beside the other pairs of nodes, and beside what the network should do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
     from first_hour_checks import _rounds
 
@@ -214,8 +162,7 @@ def test_all_checks_of_a_cluster(tmp_path: Path, ranks: int) -> None:
         ),
     ],
 )
-def test_the_network_is_read(monkeypatch: pytest.MonkeyPatch, text: str, networks: list[str]) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_the_network_is_read(text: str, networks: list[str]) -> None:
     import first_hour as script
 
     assert script.networks_of(text) == networks
@@ -232,9 +179,8 @@ def test_the_network_is_read(monkeypatch: pytest.MonkeyPatch, text: str, network
     ],
 )
 def test_tcp_between_nodes_is_no_fast_network(
-    monkeypatch: pytest.MonkeyPatch, network: str | None, nodes: int, gbits: float | None, is_right: bool
+    network: str | None, nodes: int, gbits: float | None, is_right: bool
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
     from first_hour_checks import Place
 
@@ -247,8 +193,7 @@ def test_tcp_between_nodes_is_no_fast_network(
     assert row.seen == (network or "unknown")
 
 
-def test_all_rails_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_all_rails_of_two_nodes_meet() -> None:
     from first_hour_checks import pairs_of_nodes
 
     rounds = pairs_of_nodes([[0, 1], [2, 3], [4, 5]])
@@ -259,9 +204,8 @@ def test_all_rails_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {(0, 2), (1, 3), (0, 4), (1, 5), (2, 4), (3, 5)}
 
 
-def test_a_log_that_was_torn_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_was_torn_is_read() -> None:
     """A killed process may leave half a line; a rank is named far above the last lines."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
 
     text = "rank 7 on node3 was killed\n" + "a stack\n" * 1000 + '{"step": 3}\n{"losses": [1.0, '
@@ -269,8 +213,7 @@ def test_a_log_that_was_torn_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert script.names_in(text) == ["rank 7 on node3"]
 
 
-def test_losses_that_are_no_numbers_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_losses_that_are_no_numbers_are_far_off() -> None:
     import first_hour as script
 
     nan = float("nan")
@@ -281,9 +224,8 @@ def test_losses_that_are_no_numbers_are_far_off(monkeypatch: pytest.MonkeyPatch)
         assert script.how_far_off(key, {key: [1.0, nan]}, right) == float("inf")
 
 
-def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_follows_the_run() -> None:
     """What the run has chosen for "auto" is planned, with a model of a device that this machine need not have."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
     from first_hour_checks import CHOICES, Place
 
@@ -297,9 +239,8 @@ def test_the_plan_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept > freed
 
 
-def test_commands_of_the_first_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_first_hour() -> None:
     """Those of the page are ones that the script takes; its table has the script's checks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import first_hour as script
 
     page = (ROOT / "docs" / "first_hour.md").read_text()

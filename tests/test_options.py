@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.advice import Advice, summary
 from lightning_automodel.distributed.mesh import MeshSizes, resolve_sizes
 from lightning_automodel.distributed.process_group import parse_timeout
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.options import StrategyOptions
 
 LEAST = "must be an integer of at least"
@@ -50,24 +56,6 @@ def test_wrong_values(options: dict[str, Any], error: type[Exception], message: 
     with pytest.raises(error, match="must be") as raised:
         AutomodelStrategy(**options)
     assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
-        {"data_parallel_replicate_size": "auto", "reshard_after_forward": 2},
-        {"auto_wrap_policy": frozenset({nn.Linear, nn.Embedding})},
-        {"auto_wrap_policy": lambda module: True},
-        {"activation_checkpointing": {nn.Linear}, "prefetch": 0},
-        {"timeout": timedelta(seconds=1)},
-        {"count_label_tokens": len, "label_shift": 0},
-    ],
-)
-def test_valid_options(options: dict[str, Any]) -> None:
-    """What is in range is taken as it is."""
-    described = AutomodelStrategy(**options).describe()["options"]
-    assert {name: described[name] for name in options} == options
 
 
 @pytest.mark.parametrize(
@@ -171,7 +159,6 @@ UNREPLICATED = (
     ("options", "notes"),
     [
         ({}, []),
-        ({"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 1}}, []),
         (
             {"data_parallel": "ddp", "cpu_offload": True, "defer_fsdp_grad_sync": False},
             [
@@ -181,19 +168,15 @@ UNREPLICATED = (
         ),
         ({"data_parallel": "ddp", "activation_checkpointing": True, "auto_wrap_policy": {nn.Linear}}, []),
         (
-            {
-                "data_parallel": "ddp",
-                "activation_checkpointing": {nn.Linear},
-                "auto_wrap_policy": {nn.Linear},
-            },
+            {"data_parallel": "ddp", "auto_wrap_policy": {nn.Linear}},
             ["auto_wrap_policy has no effect with data_parallel='ddp'."],
         ),
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
         ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),
-        ({"defer_fsdp_grad_sync": "all_reduce", "data_parallel_replicate_size": 2}, []),
         (
             {
                 "per_token_loss": False,
+                "loss_reduction": "sum",
                 "label_key": "y",
                 "label_shift": 1,
                 "ignore_index": 0,
@@ -201,14 +184,16 @@ UNREPLICATED = (
             },
             [
                 f"{name} has no effect with per_token_loss=False."
-                for name in ("label_key", "ignore_index", "label_shift", "count_label_tokens")
+                for name in (
+                    "loss_reduction",
+                    "label_key",
+                    "ignore_index",
+                    "label_shift",
+                    "count_label_tokens",
+                )
             ],
         ),
         ({"count": "samples", "label_key": "y"}, ["label_key has no effect beside count='samples'."]),
-        (
-            {"per_token_loss": False, "loss_reduction": "sum"},
-            ["loss_reduction has no effect with per_token_loss=False."],
-        ),
     ],
 )
 def test_options_without_effect(options: dict[str, Any], notes: list[str]) -> None:
@@ -235,7 +220,6 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
             "per_token_loss=False (means of slices are not the mean of a batch)",
         ),
         ("context", {"count": "samples"}, "count='samples' (a slice is not a sample)"),
-        ("context", {"uneven_inputs": "pad"}, PADS),
         (
             "expert",
             {"data_parallel": "ddp"},
@@ -281,3 +265,84 @@ def test_subclass_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         parser.parse_args([f"--strategy.help={__name__}.Named"])
     assert "Key of the labels in a batch that is a mapping." in " ".join(capsys.readouterr().out.split())
+
+
+# --- What a user is told in one line when a run starts ----------------------------------------------------------------
+
+
+def test_summary_is_one_line() -> None:
+    """Engine, ranks, dtypes, denominator, and where the rest is."""
+    described = {
+        "data_parallel": "fsdp2",
+        "mesh": {
+            "data_parallel_replicate": 1,
+            "data_parallel_shard": 4,
+            "data_parallel": 4,
+            "tensor_parallel": 2,
+        },
+        "precision": {"trainer": "bf16-mixed"},
+        "gradient_denominator": "label token",
+    }
+    assert summary(described) == (
+        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, precision bf16-mixed,"
+        " gradients per label token; trainer.strategy.describe() has the details."
+    )
+
+
+def test_what_gradients_are_divided_by() -> None:
+    """One of them, in words that need no plural."""
+    assert TokenWeighting().unit == "label token"
+    assert TokenWeighting(count_label_tokens=count_samples).unit == "sample"
+    assert TokenWeighting(per_token_loss=False).unit == "micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("weight", "weighting", "output", "warns"),
+    [
+        (torch.ones(3), TokenWeighting(count_label_tokens=count_samples), None, True),
+        (torch.ones(3), TokenWeighting(), None, True),
+        (torch.ones(3), TokenWeighting(), {"num_label_tokens": 1}, False),
+        (torch.ones(3), TokenWeighting(count_label_tokens=len), None, False),
+        (torch.ones(3), TokenWeighting(per_token_loss=False), None, False),
+        (None, TokenWeighting(), None, False),
+        ("sum", TokenWeighting(), None, False),
+    ],
+)
+def test_class_weights_are_no_count_of_labels(
+    weight: Any, weighting: TokenWeighting, output: Any, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nn.CrossEntropyLoss(weight=...)` beside a count that weighs every label alike is wrong by a third, silently."""
+    said: list[str] = []
+    advice = Advice()
+    monkeypatch.setattr(advice, "say_once", said.append)
+    is_sum = isinstance(weight, str)
+    loss = nn.CrossEntropyLoss(torch.ones(3) if is_sum else weight, reduction="sum" if is_sum else "mean")
+    model = nn.Sequential(nn.Linear(2, 3), loss)
+    for _ in range(2):
+        advice.about_class_weights(model, weighting, output)
+    assert len(set(said)) == warns
+    assert all("Sequential.1 divides by the class weights of its labels" in message for message in said)
+
+
+class Early(pl.LightningModule):
+    def on_fit_start(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "named"),
+    [
+        (Early(), Timer(), ["Early.on_fit_start"]),
+        (pl.LightningModule(), ModelCheckpoint(), []),
+    ],
+)
+def test_hooks_before_a_checkpoint_is_loaded(
+    module: pl.LightningModule, callback: Callback, named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's own read their states once these are loaded."""
+    said: list[str] = []
+    advice = Advice()
+    monkeypatch.setattr(advice, "say_once", said.append)
+    module.trainer = SimpleNamespace(callbacks=[callback])
+    advice.about_late_loading(module)
+    assert [text.partition(":")[0] for text in said] == named

@@ -1,4 +1,4 @@
-"""The pool that runs every distributed test: what it promises in `tests/rank_pool.py`, each promise once."""
+"""The pool that runs every distributed test: what it promises in `tests/rank_pool.py` of ranks that fail."""
 
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ def sum_of_ranks(offset: int) -> float:
     total = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(total)
     return total.item()
-
-
-def make_a_mess() -> None:
-    os.environ["LEFT_BEHIND"] = "1"
-    del os.environ["LOCAL_RANK"]
-    os.chdir("/")
-    torch.set_default_dtype(torch.float64)
-    torch.rand(3)
-
-
-def look_around() -> tuple[str | None, str | None, str, torch.dtype, float]:
-    environment = os.environ.get("LEFT_BEHIND"), os.environ.get("LOCAL_RANK")
-    return *environment, os.getcwd(), torch.get_default_dtype(), torch.rand(()).item()
 
 
 def fail_on_rank_1_while_rank_0_waits() -> None:
@@ -51,14 +38,6 @@ def assert_gone(process_ids: list[int]) -> None:
     for process_id in process_ids:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
-
-
-def test_calls_do_not_see_each_other(pool2: RankPool) -> None:
-    """Environment, folder, default dtype and random state are the same before every call."""
-    before = pool2.run(look_around)
-    pool2.run(make_a_mess)
-    assert pool2.run(look_around) == before
-    assert [local_rank for _, local_rank, *_ in before] == ["0", "1"]
 
 
 def test_failing_rank_is_named_and_frees_its_peer(pool2: RankPool) -> None:

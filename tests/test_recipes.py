@@ -247,10 +247,3 @@ def test_the_mean_by_which_a_loss_is_divided_leaves_padding_out(pool2: RankPool)
     expected = train_alone(recipe("Potential")[0], whole)
     for weights in pool2.run(train, "Potential", {"uneven_inputs": "pad"}, 1):
         assert weight_error(weights, expected) <= TOLERANCE
-
-
-def test_another_count_is_seen(pool2: RankPool) -> None:
-    """What the comparison above would say of a recipe that does not count."""
-    counted, _ = pool2.run(train, "Student", {}, 2)
-    plain, _ = pool2.run(train, "Student", {"per_token_loss": False}, 2)
-    assert weight_error(counted, plain) > 1e-3
