@@ -29,6 +29,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ) -> None:
         self._parts = [torch.optim.Muon(matrices, **muon), torch.optim.AdamW(others, **adamw)]
         super().__init__([part.param_groups[0] for part in self._parts], {})
+        # For `AutomodelStrategy`: this optimizer looks at no parameter itself, so that owners may step the matrices.
+        self.param_groups[0]["optimizer_step"] = "whole"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

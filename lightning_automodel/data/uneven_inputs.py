@@ -370,13 +370,18 @@ class UnevenInputs:
 
     def check_communication(self) -> None:
         """Raise RuntimeError, before user code communicates, if some ranks have ended and evaluate no batch."""
+        if self.is_training:
+            return
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
-        # Hooks of a rank's last batch run when all others have ended.
-        handle = self._handle if self._is_in_step else self._next
-        is_of_batch = self._is_in_step or where.endswith(
+        ended: list[int] = []
+        if self._is_in_step or where.endswith("batch_end"):
+            ended = self._handle.ranks_without()
+        if not self._is_in_step and where.endswith(
             ("batch_start", "batch_end", "batch_transfer", "to_device")
-        )
-        if is_of_batch and not self.is_training and (ended := handle.ranks_without()):
+        ):
+            # A rank joins the next step of others before the last hook of its own last batch.
+            ended = ended or self._next.ranks_without()
+        if ended:
             raise RuntimeError(
                 f"Ranks communicate within {where}, but not on {ranks(ended)}, whose data has ended: to reduce a"
                 " value, to compute a metric, to read trainer.log_dir, to save, or to gather sharded weights, as a"

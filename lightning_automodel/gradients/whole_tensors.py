@@ -108,22 +108,15 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         )
     if requested == "shards" or not any(map(is_split, group["params"])):
         return False
-    nested = nested_optimizers(optimizer)
-    reason = next(filter(None, map(_why_not_whole, nested)), "")
+    reason = next(filter(None, map(_why_not_whole, nested_optimizers(optimizer))), "")
     if requested == "auto":
-        return not reason and any(
-            own["params"] is group["params"] and own.get("use_muon", True)
-            for inner in filter(_is_of_matrices, nested)
-            for own in inner.param_groups
-        )
+        # Not within a wrapper, which may look at all parameters.
+        kind = type(optimizer)
+        is_known = kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
+        return is_known and not reason and group.get("use_muon", True)
     if reason:
         raise ValueError(f"{reason}: pass {OPTION}='shards', with which it is right, too.")
     return True
-
-
-def _is_of_matrices(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
 
 
 def _why_not_whole(optimizer: Optimizer) -> str:

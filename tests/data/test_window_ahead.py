@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from tests.data.plain import loader_of, own_batches, train_windows
 from tests.data.test_uneven_inputs import Estimating
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, Batch, assert_exact, full_weights, micro_batches
-from tests.trainer.runs import CASE, LabelledModule, make_trainer
+from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
 
 # --- Misuse -----------------------------------------------------------------------------------------------------------
 
@@ -232,8 +234,53 @@ class GathersInHook(LabelledModule):
         self.all_gather(torch.ones(1))
 
 
-def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
+class ReadsWeights(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("norm", sum(weight.norm() for weight in self.parameters()))
+
+
+class ReadsLogDirectory(LabelledModule):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.path = self.trainer.log_dir
+
+
+class CallsModelInHook(LabelledModule):
+    def on_validation_batch_end(self, outputs: Any, batch: Batch, *args: Any) -> None:
+        self(batch)
+
+
+class WaitsInHook(LabelledModule):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.trainer.strategy.barrier("each batch")
+
+
+class SavesInHook(LabelledModule):
+    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.trainer.save_checkpoint("never written")
+
+
+class GathersFirst(LabelledModule):
+    """In hooks to which all ranks come: those of the first batch of each of several loaders, twice."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self(batch)
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx == 0:
+            self.all_gather(torch.ones(1))
+            float(sum(weight.norm() for weight in self.parameters()))
+
+
+def _validate(module: Any, counts: tuple[int, int]) -> None:
     make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
+
+
+def _validate_twice() -> None:
+    trainer = make_trainer(strategy())
+    for _ in range(2):
+        trainer.validate(GathersFirst(), [loader_of((4, 3)), loader_of((2, 3))], verbose=False)
 
 
 @pytest.mark.every_case
@@ -243,13 +290,22 @@ def _reduce_in(module: Any, counts: tuple[int, int]) -> None:
         (LogsInHook, "on_validation_batch_end"),
         (LogsEachStep, "validation_step"),
         (GathersInHook, "on_validation_batch_start"),
+        (ReadsWeights, "validation_step"),
+        (ReadsLogDirectory, "validation_step"),
+        (CallsModelInHook, "on_validation_batch_end"),
+        (WaitsInHook, "on_validation_batch_end"),
+        (SavesInHook, "on_validation_batch_end"),
     ],
 )
-def test_a_value_reduced_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
+def test_communication_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
     with pytest.raises(RankError, match=f"within {where}, but not on rank 1, whose data has ended"):
-        pool2.run(_reduce_in, module, (4, 3))
-    assert pool2.run(_reduce_in, module, (3, 3)) == [None, None]
+        pool2.run(_validate, module, (4, 3))
+    assert pool2.run(_validate, module, (3, 3)) == [None, None]
+
+
+def test_communication_before_any_rank_has_ended(pool2: RankPool) -> None:
+    assert pool2.run(_validate_twice) == [None, None]
 
 
 # --- Unequal loaders in training --------------------------------------------------------------------------------------
@@ -378,3 +434,18 @@ def test_user_code_that_draws_batches_on_one_rank(
 ) -> None:
     """It gets the loader's own batches; training draws its own, and ranks compare those alone."""
     assert pool2.run(_peek, counts, options) == [(steps, counts[0]), (steps, 0)]
+
+
+def _seconds_drawing(**options: Any) -> float:
+    """Runs on every rank."""
+    seconds: list[float] = []
+    keep = LambdaCallback(on_train_end=lambda trainer, _: seconds.append(trainer.strategy.seconds_drawing))
+    trainer = make_trainer(strategy(**options), accumulate_grad_batches=4, callbacks=[keep])
+    trainer.fit(LabelledModule(), loader())
+    return seconds[0]
+
+
+def test_seconds_drawing(pool2: RankPool) -> None:
+    """Of the batches that are drawn ahead alone."""
+    assert min(pool2.run(functools.partial(_seconds_drawing, count_window_ahead=True))) > 0
+    assert pool2.run(_seconds_drawing) == [0, 0]

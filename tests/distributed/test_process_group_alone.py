@@ -122,12 +122,17 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [0, 2, 5]
 
 
+UNEVEN_STEP = {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({}, (0, 1, 1)),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (3, 8, 4)),
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}, (5, 6, 3)),
+        ({"SLURM_PROCID": "9", "SLURM_NTASKS": "11", **UNEVEN_STEP, "SLURM_NODEID": "1"}, (9, 11, 4)),
+        ({"SLURM_PROCID": "9", "SLURM_NTASKS": "11", **UNEVEN_STEP, "SLURM_NODEID": "2"}, (9, 11, 3)),
         ({"SLURM_NTASKS": "6"}, (0, 1, 1)),  # an interactive shell within an allocation
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1)),
         ({"RANK": "1", "SLURM_PROCID": "0", "WORLD_SIZE": "2", "SLURM_NTASKS": "1"}, (1, 2, 1)),

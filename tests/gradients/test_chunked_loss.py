@@ -167,6 +167,16 @@ class _Sizes(TorchDispatchMode):
         return result
 
 
+def test_weights_of_classes_in_half_precision_are_counted_in_float32() -> None:
+    hidden, labels = inputs(torch.float32)
+    weight = torch.linspace(0.1, 2.0, VOCABULARY, dtype=torch.bfloat16)
+    head = nn.Linear(WIDTH, VOCABULARY)
+    _, count = token_loss(hidden, head, labels, weight=weight)
+    _, expected = token_loss(hidden, head, labels, weight=weight.double())
+    assert count.dtype == torch.float32
+    assert relative_error(count, expected.float()) <= 1e-6
+
+
 def test_nothing_is_larger_than_a_chunk() -> None:
     """But for the head's gradient, which is added up and scaled in place, and that of one chunk."""
     vocabulary = 1000
@@ -249,6 +259,8 @@ def test_what_is_refused() -> None:
         token_loss(hidden, head, labels[:, 1:])
     with pytest.raises(ValueError, match="chunk_elements must be at least 1, got 0"):
         token_loss(hidden, head, labels, chunk_elements=0)
+    with pytest.raises(ValueError, match="label_shift must be at least 0, got -1"):
+        token_loss(hidden, head, labels, label_shift=-1)
     loss, _ = token_loss(hidden, head, labels)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, head.weight, create_graph=True)

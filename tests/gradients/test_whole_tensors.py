@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
@@ -343,6 +344,135 @@ def test_a_group_that_comes_later(pool2: RankPool) -> None:
     grow(model, optimizer)
     train_model_plainly(model, 4, make_optimizer=lambda _: optimizer)
     assert_exact(pool2.run(_grow), prefixed(full_weights(model)))
+
+
+@torch.no_grad()
+def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Shrinks weights by the norm of all of them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = sum(parameter.norm() for parameter in parameters)
+    for parameter in parameters:
+        parameter.mul_(1 - 0.01 * norm)
+
+
+def decaying_muon(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = muon_and_momentum(model)
+    optimizer.register_step_post_hook(decay)
+    return optimizer
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps another optimizer, whose groups are its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.inner.step()
+        return loss
+
+
+class OwnList(Looking):
+    """Steps what it was given, whatever its groups hold."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.own:
+            parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class ScheduleFree(Looking):
+    """Has other weights in evaluations, which its states tell."""
+
+    def eval(self) -> None:
+        raise AssertionError
+
+    train = eval
+
+
+class MoreThanMuon(Muon64):
+    """Looks at its parameters after the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+AROUND: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
+    "hook within": (
+        lambda model: Wraps(decaying_muon(model)),
+        "decay: hooks of a step of Wraps that would see",
+    ),
+    "own list": (
+        lambda model: OwnList(_trained(model)),
+        "OwnList has written sharded parameters, which it did not",
+    ),
+    "states": (
+        lambda model: ScheduleFree(_trained(model)),
+        "ScheduleFree has train() and eval(), which write",
+    ),
+    "base class": (
+        lambda model: MoreThanMuon(_trained(model)),
+        "MoreThanMuon may do more than the step of its base",
+    ),
+}
+"""What an optimizer does around its own arithmetic, with shards or parameters of this rank: what is raised."""
+
+
+class AroundModule(WholeModule):
+    def __init__(self, around: str) -> None:
+        super().__init__("muon")
+        self.around = around
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.around == "hook":
+            return decaying_muon(self)
+        Muon64(_trained(self))  # torch hooks the steps of classes that have had instances
+        return AROUND[self.around][0](self)
+
+
+def _fit_around(around: str, step: str) -> Any:
+    """Runs on every rank: weights, or what is raised."""
+    module = AroundModule(around)
+    trainer = make_trainer(
+        AutomodelStrategy(optimizer_step=step), precision="64-true", accumulate_grad_batches=ACCUMULATE
+    )
+    try:
+        trainer.fit(module, loader())
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return full_weights(module)
+
+
+def test_what_an_optimizer_does_around_its_step(pool2: RankPool) -> None:
+    """Hooks after it see shards. What would see parts of this rank alone is refused for owners, and right on shards."""
+    expected = prefixed(plain_weights(OneRow(), ACCUMULATE, make_optimizer=decaying_muon))
+    for around in ("hook", "hook within"):
+        assert_exact(pool2.run(_fit_around, around, "shards"), expected)
+    assert_exact(pool2.run(_fit_around, "hook", "whole"), expected)
+    for around, (_, message) in AROUND.items():
+        for found in pool2.run(_fit_around, around, "whole"):
+            assert message in found, around
+
+
+def test_no_owners_within_a_wrapper(pool2: RankPool) -> None:
+    """Unless its group asks for them: it may look at all parameters."""
+    assert pool2.run(_choices_within) == [[False, True]] * 2
+
+
+def _choices_within() -> list[bool]:
+    module = nn.Linear(4, 6)
+    fully_shard(module)
+    wrapper = Wraps(torch.optim.Muon([module.weight]))
+    [group] = wrapper.param_groups
+    return [is_stepped_whole(wrapper, each, "auto") for each in (group, {**group, OPTION: "whole"})]
 
 
 WHOLE = {"optimizer_step": "whole"}

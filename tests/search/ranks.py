@@ -136,7 +136,7 @@ class Searched(LightningModule):
             part_to_thaw(self.net).requires_grad_(trains(case, epoch, batch_idx))
         accumulate = case.accumulates(epoch)
         if "zero_in_mid_window" in case.hooks and accumulate > 1 and (batch_idx + 1) % accumulate == 0:
-            self.optimizers().zero_grad()
+            self.optimizers().zero_grad(set_to_none="zero_set_to_zero" not in case.hooks)
 
     def on_train_batch_end(self, *_: Any) -> None:
         if "swap_in_mid_window" in self.case.hooks:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, full_weights, weight_error
-from tests.trainer.plain import prefixed
+from tests.trainer.exactness import Batch, assert_exact, full_weights, weight_error
+from tests.trainer.plain import ModelModule, filled_decoder, prefixed, train_model_plainly
 from tests.trainer.runs import (
     CASE,
     TOLERANCE,
@@ -217,3 +217,27 @@ def _fit_and_copy() -> list[str]:
 
 def test_module_is_pickled_and_copied_during_a_fit(pool2: RankPool) -> None:
     assert pool2.run(_fit_and_copy) == [[], []]
+
+
+class StartsAnew(ModelModule):
+    """Makes its optimizers anew in the second epoch, as for another stage."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def _start_anew(options: dict[str, Any]) -> dict[str, Tensor]:
+    module = StartsAnew(filled_decoder())
+    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2, accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, loader())
+    return full_weights(module)
+
+
+def test_optimizers_made_anew(pool2: RankPool) -> None:
+    """Their momentum begins with zero."""
+    model = filled_decoder()
+    for _ in range(2):
+        train_model_plainly(model, ACCUMULATE)
+    for options in ({}, {"data_parallel": "ddp"}):
+        assert_exact(pool2.run(_start_anew, options), prefixed(full_weights(model)))
