@@ -29,7 +29,7 @@ from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped,
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.gradients.windows import optimizer_parameters
-from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.internals.torch import has_load_hooks, without_wrappers
 
 AS_SAVED = (
     "configure the optimizers that the run was saved with (what a checkpoint or on_load_checkpoint sets comes after"
@@ -190,7 +190,7 @@ def load_state(
     """
     optimizer = named.optimizer
     numbered = renamed(state, {name: number for number, name in enumerate(named.names)})
-    if not has_groups(numbered):
+    if not has_groups(numbered) or not has_load_hooks(optimizer):
         optimizer.load_state_dict(numbered)
         return
     for group in numbered["param_groups"]:

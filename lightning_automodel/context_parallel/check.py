@@ -168,6 +168,10 @@ class FirstStepCheck:
             for submodule in called.modules():
                 patches.set(submodule, "training", False)
             patches.callback(ModuleState(self._module).restore)
+            for submodule in self._module.modules():
+                for value in vars(submodule).values():
+                    if isinstance(value, list):  # as user hooks fill
+                        patches.callback(value.__setitem__, slice(None), list(value))
             patches.set(self._module, "log", lambda *_, **__: None)
             yield
 

@@ -73,8 +73,8 @@ def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     kept = process_group.kept_with_world()
     if purpose not in kept:
         kept[purpose] = dist.new_group(backend="gloo", timeout=network.CONNECT_TIMEOUT)
-        kept[purpose].set_timeout(timeout)
     group: dist.ProcessGroup = kept[purpose]
+    group.set_timeout(timeout)
     return group
 
 

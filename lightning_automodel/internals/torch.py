@@ -104,6 +104,11 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
+def has_load_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered for loading: some wrappers do not call the constructor of ``Optimizer``."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+
+
 def register_first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """``optimizer.register_step_post_hook``, ahead of the hooks that are registered already."""
     handle = optimizer.register_step_post_hook(hook)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
-from lightning_automodel.distributed.collectives import background_group
+from lightning_automodel.distributed import process_group
 from tests.checkpoint.checkpoints import (
     FORMS,
     AdamModule,
@@ -220,7 +220,7 @@ def test_a_cycle_is_named(tmp_path: Path) -> None:
 def _timeout_in_the_background(options: dict[str, Any], folder: str) -> timedelta:
     saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
     fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
-    group = background_group(timedelta(minutes=9))  # the one that was made for the save
+    group = process_group.kept_with_world()["background"]  # made for this save, or an earlier one
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
