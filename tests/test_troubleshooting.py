@@ -55,8 +55,6 @@ NOT_MESSAGES = {
     "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",
     "Can't pickle <class 'torch.distributed.fsdp.": "pickle's own message, which ours explains",
     "FSDP expects uniform original parameter dtype": "torch's own message, which ours explains",
-    "… has train() and eval(), which write weights by states that owners alone would have": "a part of a message",
-    "… may do more than the step of its base class, with which owners would have ended": "a part of a message",
     "out of memory": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",

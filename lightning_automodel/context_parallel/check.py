@@ -151,13 +151,13 @@ class FirstStepCheck:
                 # A copy, as operations in place may follow.
                 found[submodule, numbers[submodule]] = torch_internals.local_tensor(tensor).clone()
 
-        with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
+        with self._without_effect(), attention.computing_on(slices), _hooked(module, note):
             module(*arguments[0], **arguments[1])
         return found
 
     @contextmanager
-    def _without_effect(self, called: nn.Module) -> Iterator[None]:
-        """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
+    def _without_effect(self) -> Iterator[None]:
+        """Context of calls that leave modes, lists, buffers, metrics, logs and random states as they were."""
         with (
             PatchStack() as patches,
             torch.no_grad(),
@@ -165,10 +165,9 @@ class FirstStepCheck:
             self._plugin.train_step_context(),
             isolate_rng(),
         ):
-            for submodule in called.modules():
-                patches.set(submodule, "training", False)
             patches.callback(ModuleState(self._module).restore)
             for submodule in self._module.modules():
+                patches.set(submodule, "training", False)
                 for value in vars(submodule).values():
                     if isinstance(value, list):  # as user hooks fill
                         patches.callback(value.__setitem__, slice(None), list(value))

@@ -108,26 +108,24 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         )
     if requested == "shards" or not any(map(is_split, group["params"])):
         return False
-    reason = next(filter(None, map(_why_not_whole, nested_optimizers(optimizer))), "")
+    name = type(optimizer).__name__
     if requested == "auto":
         # Not within a wrapper, which may look at all parameters.
-        kind = type(optimizer)
-        is_known = kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
-        return is_known and not reason and group.get("use_muon", True)
-    if reason:
-        raise ValueError(f"{reason}: pass {OPTION}='shards', with which it is right, too.")
+        package = type(optimizer).__module__.partition(".")[0]
+        return name in _OF_MATRICES.get(package, ()) and group.get("use_muon", True)
+    if not all(map(_is_one_step, nested_optimizers(optimizer))):
+        raise ValueError(
+            f"{name} has train() and eval(), or does more than the step of its base class: it would do so with the"
+            f" parameters and states of one owner. Pass {OPTION}='shards', with which it is right."
+        )
     return True
 
 
-def _why_not_whole(optimizer: Optimizer) -> str:
-    """Why what an optimizer does around its step would not see whole parameters; empty if nothing is known."""
-    name = type(optimizer).__name__
-    if callable(getattr(optimizer, "eval", None)):
-        return f"{name} has train() and eval(), which write weights by states that owners alone would have"
+def _is_one_step(optimizer: Optimizer) -> bool:
+    """Whether nothing is known that an optimizer does around its step."""
     # Torch runs hooks in the steps of classes of which there were instances.
-    if sum(hasattr(vars(base).get("step"), "hooked") for base in type(optimizer).__mro__) > 1:
-        return f"{name} may do more than the step of its base class, with which owners would have ended"
-    return ""
+    hooked = [base for base in type(optimizer).__mro__ if hasattr(vars(base).get("step"), "hooked")]
+    return len(hooked) <= 1 and not callable(getattr(optimizer, "eval", None))
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:

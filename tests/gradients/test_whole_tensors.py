@@ -416,11 +416,11 @@ AROUND: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     ),
     "states": (
         lambda model: ScheduleFree(_trained(model)),
-        "ScheduleFree has train() and eval(), which write",
+        "ScheduleFree has train() and eval(), or does more",
     ),
     "base class": (
         lambda model: MoreThanMuon(_trained(model)),
-        "MoreThanMuon may do more than the step of its base",
+        "MoreThanMuon has train() and eval(), or does more",
     ),
 }
 """What an optimizer does around its own arithmetic, with shards or parameters of this rank: what is raised."""
