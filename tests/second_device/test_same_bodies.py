@@ -46,9 +46,8 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_fits
 from tests.trainer.test_exactness import test_weights_equal_one_process
-from tests.trainer.test_layouts import test_use_that_differs_between_ranks
+from tests.trainer.test_layouts import test_unused_once_it_is_unfrozen, test_use_that_differs_between_ranks
 from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint
-from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
 
 BY_DEFAULT = {

@@ -22,7 +22,7 @@ from lightning_automodel.sharding.shards import shard_parameters
 from tests.rank_pool import RankPool
 from tests.sharding.fits import check_exact
 from tests.trainer.runs import CASE, by_default
-from tests.trainer.test_models import Scalars
+from tests.trainer.test_layouts import Scalars
 
 MIB = 2**20
 
