@@ -21,7 +21,15 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import assert_exact, full_weights, micro_batches
-from tests.trainer.runs import CASE, STRATEGIES, LabelledModule, loader, make_trainer, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    STRATEGIES,
+    LabelledModule,
+    fit_weights,
+    loader,
+    make_trainer,
+    train_plainly,
+)
 
 ALL_WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7]]
 
@@ -120,7 +128,7 @@ def _fit_after_abandoning(way: str, options: dict[str, Any]) -> dict[str, Tensor
         trainer.fit(module, loader())
     module.steps_on = True
     module.where = ""  # the rank that has heard of the other's failure first has not raised yet
-    return _fit_module(lambda: module, options, 3)
+    return fit_weights(lambda: module, options, accumulate_grad_batches=3)
 
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
@@ -173,14 +181,8 @@ class StepsEveryOther(LabelledModule):
             optimizer.zero_grad()
 
 
-def _fit_module(make_module: Callable[[], LabelledModule], options: dict[str, Any], accumulate: int) -> Any:
-    module = make_module()
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(module, loader())
-    return full_weights(module.model)
-
-
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 def test_windows_follow_the_users_steps(pool2: RankPool, options: dict[str, Any]) -> None:
     """Windows add up until the user zeroes, whoever steps when."""
     expected = train_plainly([[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]])
-    assert_exact(pool2.run(_fit_module, StepsEveryOther, options, 1), expected)
+    assert_exact(pool2.run(fit_weights, StepsEveryOther, options), expected)

@@ -247,8 +247,8 @@ def _batches(num_ranks: int) -> DataLoader:
     )
 
 
-def _fit_recipe(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = RECIPES[name]()
+def _fit_recipe(make: type[Recipe], options: dict[str, Any]) -> dict[str, Tensor]:
+    module = make()
     make_trainer(AutomodelStrategy(**options)).fit(module, _batches(dist.get_world_size()))
     return full_weights(module)
 
@@ -272,7 +272,7 @@ def test_what_users_write(pool2: RankPool, pool4: RankPool, name: str, engine: s
     """Manual optimization, each row under each engine: weights are those of one process."""
     num_ranks, options = ENGINES[engine]
     pool = pool2 if num_ranks == 2 else pool4
-    assert_exact(pool.run(_fit_recipe, name, options), run_plainly(RECIPES[name], num_ranks))
+    assert_exact(pool.run(_fit_recipe, RECIPES[name], options), run_plainly(RECIPES[name], num_ranks))
 
 
 # --- A backward that is not the strategy's ----------------------------------------------------------------------------
@@ -288,12 +288,6 @@ class PlainBackward(Recipe):
         optimizer.step()
 
 
-def _fit_plain_backward() -> dict[str, Tensor]:
-    module = PlainBackward()
-    make_trainer(AutomodelStrategy()).fit(module, _batches(2))
-    return full_weights(module)
-
-
 def test_plain_backward_is_averaged_by_fsdp2(pool2: RankPool) -> None:
     """FSDP2 synchronises it: the mean over ranks, no tokens asked."""
     module = PlainBackward()
@@ -302,8 +296,7 @@ def test_plain_backward_is_averaged_by_fsdp2(pool2: RankPool) -> None:
         optimizer.zero_grad()
         torch.stack([module.loss([batch]) for batch in batches]).mean().backward()
         optimizer.step()
-    expected = full_weights(module)
-    assert_exact(pool2.run(_fit_plain_backward), expected)
+    assert_exact(pool2.run(_fit_recipe, PlainBackward, {}), full_weights(module))
 
 
 class PlainBackwardAfterwards(LabelledModule):

@@ -319,32 +319,29 @@ FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     ("options", "precision", "make_module", "make_model", "tolerance"),
     [
         ({}, "16-true", ManyTokens, decoder, 2),
+        ({}, "16-true", SmallCounts, decoder, 2),
+        (DDP, "16-true", SmallCounts, decoder, 2),
         pytest.param(DDP, "16-true", ManyTokens, decoder, 2, marks=pytest.mark.sweep),
         # Under 32-true, where nothing that trains is in float16, it is merely passed.
         ({"mp_policy": FLOAT16_REDUCTION}, "32-true", ManyTokens, decoder, 8),
         pytest.param({}, "32-true", ManyTokensBehind, FrozenTail, 8, marks=pytest.mark.sweep),
         pytest.param(DDP, "32-true", ManyTokensBehind, FrozenTail, 8, marks=pytest.mark.sweep),
     ],
-    ids=["fsdp2", "ddp", "reduced", "frozen, fsdp2", "frozen, ddp"],
+    ids=["fsdp2", "small, fsdp2", "small, ddp", "ddp", "reduced", "frozen, fsdp2", "frozen, ddp"],
 )
 @pytest.mark.every_case
 def test_sums_of_tokens_stay_in_range(
     pool2: RankPool,
     options: dict[str, Any],
     precision: str,
-    make_module: type[ManyTokens],
+    make_module: type[WideLossModule],
     make_model: Callable[[], nn.Module],
     tolerance: int,
 ) -> None:
-    """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on."""
+    """Without a scaler, a power of two keeps the gradients of sums as large as those of means, from the first on.
+
+    Also where counts are small.
+    """
     exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
     found = pool2.run(fit, precision, options, make_module, make_model)
     assert_exact((weights for weights, *_ in found), exact, tolerance * torch.finfo(torch.float16).eps)
-
-
-@pytest.mark.parametrize("options", [{}, DDP], ids=["fsdp2", "ddp"])
-def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
-    found = pool2.run(fit, "16-true", options, SmallCounts)
-    assert_exact(
-        (weights for weights, *_ in found), loop("64-true", "fsdp2"), 2 * torch.finfo(torch.float16).eps
-    )

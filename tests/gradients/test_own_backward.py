@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +30,7 @@ from tests.trainer.runs import (
     ManualModule,
     by_default,
     first_by_default,
+    fit_weights,
     loader,
     make_trainer,
     train_plainly,
@@ -100,13 +100,6 @@ MODULES: dict[str, type[LabelledModule]] = {
 }
 
 
-def _fit(make: type[LabelledModule], accumulate: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = make()
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
-    trainer.fit(module, loader(case(dist.get_world_size())))
-    return full_weights(module.model)
-
-
 CASES = {
     f"{name}, {accumulate}, {engine}": (name, accumulate, engine)
     for name in MODULES
@@ -135,10 +128,11 @@ def test_a_backward_that_edits_gradients(
 ) -> None:
     name, accumulate, engine = case_
     num_ranks, options = ENGINES[engine]
-    expected = plain_weights(TinyDecoder(20).double(), accumulate, case(num_ranks), clip=edit)
-    assert_exact(
-        (pool2 if num_ranks == 2 else pool4).run(_fit, MODULES[name], accumulate, options), expected
-    )
+    data = case(num_ranks)
+    pool = pool2 if num_ranks == 2 else pool4
+    expected = plain_weights(TinyDecoder(20).double(), accumulate, data, clip=edit)
+    settings = {"accumulate_grad_batches": accumulate}
+    assert_exact(pool.run(fit_weights, MODULES[name], options, data, **settings), expected)
 
 
 # --- Backwards within the strategy's ----------------------------------------------------------------------------------
@@ -284,8 +278,10 @@ class ZeroesInIt(LabelledModule):
 @pytest.mark.parametrize("engine", first_by_default(["fsdp2", "ddp", "resharded"]))
 def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
     """Right where the window holds nothing yet."""
-    expected = plain_weights(TinyDecoder(20).double(), 2, case(2))
-    assert_exact(pool2.run(_fit, ZeroesInIt, 2, ENGINES[engine][1]), expected)
+    data = case(2)
+    expected = plain_weights(TinyDecoder(20).double(), 2, data)
+    found = pool2.run(fit_weights, ZeroesInIt, ENGINES[engine][1], data, accumulate_grad_batches=2)
+    assert_exact(found, expected)
 
 
 # --- Several backwards of one batch -----------------------------------------------------------------------------------

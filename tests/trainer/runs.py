@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_automodel import AutomodelStrategy
 from tests import devices
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
@@ -119,6 +120,15 @@ def warnings_of(part: str, call: Callable[..., Any], *args: Any) -> list[str]:
 def loader(case: Case = CASE) -> DataLoader:
     """This rank's micro-batches of an epoch."""
     return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
+
+
+def fit_weights(
+    make_module: Callable[[], Any], options: dict[str, Any], case: Case = CASE, **settings: Any
+) -> dict[str, Tensor]:
+    """Runs on every rank: weights of the module's model after a fit."""
+    module = make_module()
+    make_trainer(AutomodelStrategy(**options), **settings).fit(module, loader(case))
+    return full_weights(module.model)
 
 
 def train_plainly(

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import LEARNING_RATE, Block, TinyDecoder, assert_exact, full_weights
+from tests.trainer.exactness import LEARNING_RATE, Block, TinyDecoder, assert_exact
 from tests.trainer.plain import ModelModule, fill, plain_weights
-from tests.trainer.runs import STRATEGIES, by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, by_default, fit_weights
 
 CASE4 = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
 CASE2 = replace(CASE4, num_ranks=2)
@@ -104,10 +103,8 @@ ENGINES = {**STRATEGIES, "offloaded": {"cpu_offload": True}, "ddp": DDP}
 
 
 def _fit_by_schedule(options: dict[str, Any], schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
-    module = ModelModule(UsedByOneRank(*schedule))
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader(CASE2))
-    return full_weights(module.model)
+    settings = {"accumulate_grad_batches": ACCUMULATE}
+    return fit_weights(lambda: ModelModule(UsedByOneRank(*schedule)), options, CASE2, **settings)
 
 
 @pytest.mark.parametrize("schedule", BY_RANK.values(), ids=BY_RANK)
@@ -157,15 +154,9 @@ class UnfreezesWhatIsUnused(ModelModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, weight_decay=0.5)
 
 
-def _decayed(options: dict[str, Any]) -> Tensor:
-    module = UnfreezesWhatIsUnused()
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
-    trainer.fit(module, loader())
-    return full_weights(module.model)["unused"]
-
-
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=str)
 def test_unused_once_it_is_unfrozen(pool2: RankPool, options: dict[str, Any]) -> None:
     """It gets no gradient, as in one process: a zero one would let the optimizer decay it."""
-    for unused in pool2.run(_decayed, options):
-        assert torch.equal(unused, torch.ones_like(unused))
+    settings = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
+    for weights in pool2.run(fit_weights, UnfreezesWhatIsUnused, options, **settings):
+        assert (weights["unused"] == 1).all()

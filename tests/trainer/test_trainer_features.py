@@ -28,6 +28,7 @@ from tests.trainer.runs import (
     TOLERANCE,
     LabelledModule,
     first_by_default,
+    fit_weights,
     loader,
     make_trainer,
     train_plainly,
@@ -222,16 +223,12 @@ def test_module_is_pickled_and_copied_during_a_fit(pool2: RankPool) -> None:
 class StartsAnew(ModelModule):
     """Makes its optimizers anew in the second epoch, as for another stage."""
 
+    def __init__(self) -> None:
+        super().__init__(filled_decoder())
+
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.strategy.setup_optimizers(self.trainer)
-
-
-def _start_anew(options: dict[str, Any]) -> dict[str, Tensor]:
-    module = StartsAnew(filled_decoder())
-    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader())
-    return full_weights(module)
 
 
 def test_optimizers_made_anew(pool2: RankPool) -> None:
@@ -239,5 +236,6 @@ def test_optimizers_made_anew(pool2: RankPool) -> None:
     model = filled_decoder()
     for _ in range(2):
         train_model_plainly(model, ACCUMULATE)
+    settings = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
     for options in ({}, {"data_parallel": "ddp"}):
-        assert_exact(pool2.run(_start_anew, options), prefixed(full_weights(model)))
+        assert_exact(pool2.run(fit_weights, StartsAnew, options, **settings), full_weights(model))
