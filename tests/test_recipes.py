@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import SILENT, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.exactness import SILENT, assert_exact, full_weights, weight_error
+from tests.trainer.runs import make_trainer
 
 VOCABULARY = 7
 WIDTH = 6
@@ -236,8 +236,7 @@ def test_trains_like_one_process(
     options: dict[str, Any] = {"data_parallel": engine}
     if engine == "ddp" and not module.automatic_optimization:
         options["ddp_kwargs"] = {"find_unused_parameters": True}
-    for weights in pool2.run(train, name, options, accumulate):
-        assert weight_error(weights, expected) <= TOLERANCE
+    assert_exact(pool2.run(train, name, options, accumulate), expected)
 
 
 def test_the_mean_by_which_a_loss_is_divided_leaves_padding_out(pool2: RankPool) -> None:
@@ -245,5 +244,4 @@ def test_the_mean_by_which_a_loss_is_divided_leaves_padding_out(pool2: RankPool)
     first, second = batches("Potential")
     whole = [merged(parts) for parts in zip(first[:-1], second[:-1], strict=True)] + first[-1:]
     expected = train_alone(recipe("Potential")[0], whole)
-    for weights in pool2.run(train, "Potential", {"uneven_inputs": "pad"}, 1):
-        assert weight_error(weights, expected) <= TOLERANCE
+    assert_exact(pool2.run(train, "Potential", {"uneven_inputs": "pad"}, 1), expected)

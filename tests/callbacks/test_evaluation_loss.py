@@ -100,6 +100,13 @@ class Evaluated(LabelledModule):
     test_step = validation_step
 
 
+def evaluate(trainer: Trainer, way: str, batches: Any, stage: str = "validate") -> dict[str, float]:
+    """What is logged."""
+    loader = DataLoader(batches, batch_size=None)
+    (values,) = getattr(trainer, stage)(Evaluated(way), loader, verbose=False)
+    return values
+
+
 # --- Ways to tell the count -------------------------------------------------------------------------------------------
 
 # For each way: what the strategy is told, and whether batches hide their labels.
@@ -121,8 +128,7 @@ def _evaluate_ways(engine: str) -> dict[str, list[float]]:
                 AutomodelStrategy(data_parallel=engine, **options),
                 callbacks=[EvaluationLoss("{stage}/loss")],
             )
-            loader = DataLoader(hidden(batches) if way == "tuple" else batches, batch_size=None)
-            (values,) = getattr(trainer, stage)(Evaluated(way), loader, verbose=False)
+            values = evaluate(trainer, way, hidden(batches) if way == "tuple" else batches, stage)
             found[way].append(values[{"validate": "val", "test": "test"}[stage] + "/loss"])
     return found
 
@@ -146,8 +152,7 @@ def _evaluate_otherwise() -> list[float]:
         ({}, without_labels(own)),
     ):
         trainer = make_trainer(AutomodelStrategy(**options), callbacks=[EvaluationLoss()])
-        (values,) = trainer.validate(Evaluated(), DataLoader(batches, batch_size=None), verbose=False)
-        found.append(values["val_loss"])
+        found.append(evaluate(trainer, "labels", batches)["val_loss"])
     return found
 
 
@@ -200,9 +205,7 @@ EMPTY = (5, 0)
 def _evaluate_under_ddp() -> float:
     trainer = make_trainer(DDPStrategy(), callbacks=[EvaluationLoss()])
     # A stream, since Lightning skips the evaluation on a rank that knows that it has nothing.
-    loader = DataLoader(Stream(shares(EMPTY)[dist.get_rank()]), batch_size=None)
-    (values,) = trainer.validate(Evaluated("returned"), loader, verbose=False)
-    return values["val_loss"]
+    return evaluate(trainer, "returned", Stream(shares(EMPTY)[dist.get_rank()]))["val_loss"]
 
 
 def test_under_lightnings_own_strategy(pool2: RankPool) -> None:
@@ -215,8 +218,7 @@ def test_in_one_process_without_a_group() -> None:
     """The module runs as it is under the strategy."""
     (own, _) = shares()
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT)
-    (values,) = trainer.validate(Evaluated("returned"), DataLoader(own, batch_size=None), verbose=False)
-    assert is_near(values["val_loss"], expected(own))
+    assert is_near(evaluate(trainer, "returned", own)["val_loss"], expected(own))
 
 
 def _refusals() -> list[str]:
@@ -229,7 +231,7 @@ def _refusals() -> list[str]:
     ):
         trainer = make_trainer(strategy, callbacks=[EvaluationLoss()])
         with pytest.raises(ValueError, match="label") as raised:
-            trainer.test(Evaluated(way), DataLoader(batches, batch_size=None), verbose=False)
+            evaluate(trainer, way, batches, "test")
         messages.append(str(raised.value))
     return messages
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.checkpoint.checkpoints import Saves
 from tests.data.plain import ENGINES, train_windows
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import PLAN, assert_exact, full_weights, weight_error
-from tests.trainer.runs import LabelledModule, make_trainer
+from tests.trainer.runs import LabelledModule, make_trainer, warnings_of
 
 
 class Rows(Dataset):
@@ -124,9 +123,7 @@ def _fit(
     loaders: Any = DataLoader(rows, **loader)
     if kind == "dictionary":
         loaders = {"only": loaders}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, loaders)
+    told = warnings_of("count twice", trainer.fit, module, loaders)
     return {
         "seen": module.seen,
         "weights": full_weights(module.model),
@@ -135,7 +132,7 @@ def _fit(
         "buffer": float(module.steps),
         "steps": trainer.global_step,
         "batches": trainer.num_training_batches,
-        "told": [str(each.message) for each in caught if "count twice" in str(each.message)],
+        "told": told,
         "reports": [each.report for each in trainer.callbacks if isinstance(each, ExactnessCheck)],
     }
 
@@ -514,10 +511,8 @@ def _in_batches(batches: type[BatchSampler]) -> tuple[list[int], str]:
     loader: dict[str, Any] = {"batch_size": 2, "shuffle": True}
     if batches is OwnBatches:
         loader = {"batch_sampler": OwnBatches(SubsetRandomSampler(range(0, 21, 2)), 2, drop_last=False)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(Rows(21), **loader))
-    return rows_of(module.seen), "".join(str(each.message) for each in caught)
+    told = warnings_of("", trainer.fit, module, DataLoader(Rows(21), **loader))
+    return rows_of(module.seen), "".join(told)
 
 
 @pytest.mark.every_case

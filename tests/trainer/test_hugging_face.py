@@ -5,7 +5,6 @@ No code knows one architecture: what becomes a unit is what the model says must 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from tests.trainer.hugging_face import (
     train_plainly,
 )
 from tests.trainer.plain import differ_by_rank, prefixed
-from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer, warnings_of
 
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Case, list[str]]] = {
@@ -52,10 +51,9 @@ def fit(
     module = OwnLoss(make_model())
     differ_by_rank(module)
     strategy = AutomodelStrategy(**{"label_shift": case.label_shift, **options})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader(case))
-    return full_weights(module), strategy.describe(), [str(warning.message) for warning in caught]
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
+    said = warnings_of("", trainer.fit, module, loader(case))
+    return full_weights(module), strategy.describe(), said
 
 
 def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, TinyDecoder
 from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import CASE, loader, make_trainer
+from tests.trainer.runs import CASE, loader, make_trainer, warnings_of
 
 DDP = {"data_parallel": "ddp"}
 
@@ -259,13 +258,12 @@ class HalfPrecisionLoss(ModelModule):
 
 def _warnings(make_module: type[ModelModule], options: dict[str, Any]) -> list[str]:
     """Of two fits."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer(AutomodelStrategy(**options))
-        for _ in range(2):
-            trainer.fit(make_module(decoder()), loader())
-            trainer.fit_loop.max_epochs += 1
-    return [str(warning.message) for warning in caught]
+    trainer = make_trainer(AutomodelStrategy(**options))
+    told = []
+    for _ in range(2):
+        told += warnings_of("", trainer.fit, make_module(decoder()), loader())
+        trainer.fit_loop.max_epochs += 1
+    return told
 
 
 @pytest.mark.parametrize("options", [{**DDP, "cpu_offload": True, "reshard_during_accumulation": False}, {}])
