@@ -19,15 +19,10 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def merged_table(titles: Sequence[str], rows: Mapping[str, Sequence[str]], noun: str) -> list[str]:
-    """A Markdown table in which rows with equal cells are one row.
+    """A Markdown table in which rows with equal cells, given by name, are one row.
 
     Its first cell has their names, separated by semicolons. The largest group comes last, as "the other 16
-    features", if it has more than ``FEW_NAMES`` names, so the caller must list all names somewhere.
-
-    Args:
-        titles: Heads of all columns, that of the names first.
-        rows: Cells behind each name.
-        noun: What the names are, in the plural.
+    features" (the ``noun``), if it has more than ``FEW_NAMES`` names, so the caller must list all names somewhere.
     """
     names: dict[tuple[str, ...], list[str]] = {}
     for name, cells in rows.items():

@@ -45,11 +45,7 @@ the second device. Those of a group that something refers to wake 100 times a se
 
 
 class RankError(RuntimeError):
-    """At least one rank failed.
-
-    Attributes:
-        failures: traceback by rank, the rank that failed first in front.
-    """
+    """At least one rank failed; `failures` has tracebacks by rank, the rank that failed first in front."""
 
     def __init__(self, message: str, failures: dict[int, str]) -> None:
         super().__init__(message)
@@ -66,10 +62,8 @@ class _Rank:
 class RankPool:
     """A fixed number of gloo ranks, started at the first call of `run` and again after `stop`.
 
-    Args:
-        num_ranks: size of the process group.
-        device: "second" or "nccl" for ranks that train on the device of `tests/second_device`, with gloo's
-            collectives or with those that behave as NCCL's; "" for CUDA or a CPU.
+    On the device "second" or "nccl" ranks train on that of `tests/second_device`, with gloo's collectives or with
+    those that behave as NCCL's; "" is CUDA or a CPU.
     """
 
     def __init__(self, num_ranks: int, device: str = os.environ.get(devices.VARIABLE, "")) -> None:
@@ -88,13 +82,9 @@ class RankPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in the order of the ranks.
 
-        Args:
-            fn: a function at the top level of an importable module; it finds its rank with
-                `dist.get_rank()`.
-            args: positional arguments, picklable, the same for all ranks.
-            timeout_s: seconds until a rank that has not answered counts as hanging; RANK_TIMEOUT_S in the
-                environment replaces it, for a debugger (`tests/debugger.py`).
-            kwargs: keyword arguments, picklable, the same for all ranks.
+        The function stands at the top level of a module and finds its rank with `dist.get_rank()`; arguments are
+        pickled. A rank that has not answered after `timeout_s` counts as hanging; RANK_TIMEOUT_S in the environment
+        replaces it, for a debugger (`tests/debugger.py`).
 
         Raises:
             RankError: `fn` raised on a rank, its result cannot be pickled, or a rank's process died.

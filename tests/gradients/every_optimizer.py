@@ -114,12 +114,8 @@ def train_alone(
 ) -> tuple[dict[str, Tensor], float]:
     """Weights of one process, whose optimizer gets closures as Lightning's do, and the rounding of its states.
 
-    Args:
-        name: Of the optimizer.
-        case: Makes the data.
-        resumes: The second epoch begins with a new optimizer that has loaded the state of the first.
-        seed: Of what the optimizer draws.
-        rounding: Relative size of a change of all weights before training.
+    If it ``resumes``, the second epoch begins with a new optimizer that has loaded the state of the first. All
+    weights are changed by ``rounding``, relative to them, before training.
     """
     module = AnyOptimizer(name)
     with torch.no_grad():

@@ -54,13 +54,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loop left behind.
-
-    Attributes:
-        weights: full weights by name.
-        norms: gradient norm before clipping, by window.
-        losses: summed loss and denominator, by window.
-    """
+    """What a loop left behind: norms before clipping, and summed losses with their denominators, by window."""
 
     weights: dict[str, Tensor]
     norms: list[float]

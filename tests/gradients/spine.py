@@ -42,9 +42,7 @@ class Route:
     autograd and functions that are replaced.
 
     Attributes:
-        entries: Function and file of every entry. A generator is entered by its first call and again by each
-            resumption, so that a context manager of `contextlib` is entered twice. Comprehensions and
-            generator expressions are functions too.
+        entries: Function and file of every entry, also of each resumption of a generator.
         route: Their files. What torch calls for each unit or parameter is left out of it when it comes again.
     """
 
@@ -82,11 +80,7 @@ class Route:
 
     @property
     def num_returns(self) -> int:
-        """Entries into a file that was entered before, and left for another file since.
-
-        A file is left when a function of another file is entered. That a call ends, and its caller goes on,
-        is no entry.
-        """
+        """Entries into a file that was entered before, and left since by an entry into another file."""
         previous = [None, *self.route]
         changes = [file for file, before in zip(self.route, previous, strict=False) if file != before]
         return len(changes) - len(set(changes))
@@ -141,15 +135,11 @@ def route(options: dict[str, Any]) -> Route:
     return module.route
 
 
-def _described(options: dict[str, Any]) -> str:
-    return str(route(options))
-
-
 def print_routes() -> None:
     """Print both routes."""
     pool = RankPool(2)
     for name, options in OPTIONS.items():
-        print(f"{name}: {pool.run(_described, options)[0]}")
+        print(f"{name}: {pool.run(route, options)[0]}")
     pool.stop()
 
 

@@ -30,12 +30,7 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import (
-    TOLERANCE,
-    LabelledModule,
-    loader,
-    make_trainer,
-)
+from tests.trainer.runs import TOLERANCE, LabelledModule, loader, make_trainer
 
 UNUSED = {"find_unused_parameters": True}
 DDP = {"data_parallel": "ddp", "ddp_kwargs": UNUSED}

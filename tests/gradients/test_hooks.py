@@ -21,13 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel import AutomodelStrategy
 from tests.gradients.ragged import full, local
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import (
-    Batch,
-    TinyDecoder,
-    full_weights,
-    relative_error,
-    weight_error,
-)
+from tests.trainer.exactness import Batch, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 

@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_automodel import barrier_and_log, clip_gradients, reduce_loss, rescale_gradients
-from lightning_automodel.gradients.rescale_clip import (
-    clip_gradient_values,
-)
+from lightning_automodel.gradients.rescale_clip import clip_gradient_values
 from tests.gradients.ragged import TOLERANCE, full
 from tests.rank_pool import RankPool
 from tests.trainer.test_communication import OpCounts

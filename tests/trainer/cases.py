@@ -13,15 +13,11 @@ class Case:
     """Micro-batches of token ids and labels.
 
     Attributes:
-        seed: Of the initial weights and of the data.
-        num_batches: Micro-batches of an epoch on each rank.
-        num_ranks: Data-parallel ranks.
         ragged: Shapes and label counts differ by rank, step and row; otherwise all are equal and labelled.
         gap: What has no label token at all: some micro-batches, one rank, or everything.
         telling: How the strategy learns the number of label tokens; "label_key" names the labels otherwise.
         label_shift: Leading label positions of each row that the loss drops.
         ignore_index: Label of a position that the loss ignores.
-        per_token_loss: False weighs every micro-batch the same.
     """
 
     seed: int

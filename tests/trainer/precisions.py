@@ -98,14 +98,8 @@ def loop(
 ) -> dict[str, Tensor]:
     """Train in this process on whole windows of all ranks, with the roundings that the precision asks for.
 
-    Args:
-        precision: The Trainer's.
-        engine: "fsdp2" casts parameters, "ddp" runs mixed precisions under autocast.
-        model: In float32; a decoder by default.
-        case: The data.
-        clip: Done to the parameters before each step.
-        skipped: The windows after which the optimizer does not step.
-        kept: Parameters that are not cast.
+    The engine "fsdp2" casts parameters but for those ``kept``, "ddp" runs mixed precisions under autocast. The
+    model is in float32. After windows that are ``skipped``, the optimizer does not step.
     """
     model, dtype = model or decoder(case.seed), DTYPES[precision]
     casts = precision.endswith("-mixed") and engine == "fsdp2"

@@ -19,13 +19,8 @@ from tests.trainer.runs import loader, make_trainer
 class Refused:
     """A fit that raises.
 
-    Attributes:
-        make_module: What is trained.
-        sentences: Parts of the message, which begins with the kind of the error.
-        batches: What it is trained and validated on, made on each rank.
-        options: For `AutomodelStrategy`.
-        settings: For the Trainer.
-        validates_first: The same Trainer validates before the fit.
+    The message, which begins with the kind of the error, has all ``sentences``. The ``options`` are the strategy's,
+    the ``settings`` the Trainer's.
     """
 
     make_module: Callable[[], LightningModule]

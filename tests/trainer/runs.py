@@ -136,11 +136,8 @@ def train_plainly(
 ) -> dict[str, Tensor]:
     """Weights of one plain process.
 
-    Args:
-        steps: For each step its window, the indices of micro-batches that all ranks contribute to it; or the
-            windows whose means add up for it.
-        case: Makes the data.
-        clip_norm: Clips each step's gradients.
+    ``steps`` has for each step its window, the indices of micro-batches that all ranks contribute to it; or the
+    windows whose means add up for it.
     """
     model = TinyDecoder(case.seed).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
