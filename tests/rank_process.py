@@ -50,8 +50,7 @@ class Call:
 class Answer:
     """What a rank sends back: the pickled return value or a traceback, and whether its process group is still whole.
 
-    A rank leaves its group before it answers, so a peer that this frees may answer first: `failed_at`, in
-    seconds of the machine's monotonic clock, tells who failed first. A death counts as first.
+    A peer that a failure frees may answer first: `failed_at` tells who failed first. A death counts as first.
     """
 
     value: bytes | None = None
@@ -129,9 +128,8 @@ class _Membership:
     def abort_connections(self) -> None:
         """Leave the group after a failure, such that a peer in a collective notices.
 
-        Destroying a group closes nothing while something refers to it, and torch's own caches refer to every
-        mesh that `fully_shard` has seen. So the connections themselves are shut down: every TCP connection
-        of this process except those to the pool's store.
+        Destroying a group closes nothing while something refers to it, as torch's caches refer to every mesh.
+        So every TCP connection of this process is shut down, except those to the pool's store.
         """
         for descriptor in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):

@@ -231,8 +231,7 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
 def recorded_waits() -> Iterator[Counter[tuple[str, str]]]:
     """What made the host wait for the device in this block, and the innermost line outside of torch, with how often.
 
-    Copies from memory that is not pinned (`PAGEABLE`) are recorded too: those that do not block make nobody
-    wait.
+    Copies from memory that is not pinned (`PAGEABLE`) are recorded too, though some make nobody wait.
     """
     waits: Counter[tuple[str, str]] = Counter()
 

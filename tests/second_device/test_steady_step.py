@@ -295,8 +295,7 @@ def is_on_lists(operator: str) -> bool:
 def most_on_lists(feature: str) -> int:
     """Kernels on lists of gradients that this package may launch in a window of one dtype.
 
-    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Products
-    in half precision are not on lists.
+    Products in half precision are not on lists.
     """
     trainer = STEADY[feature].trainer
     options = STEADY[feature].options

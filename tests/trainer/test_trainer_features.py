@@ -1,4 +1,4 @@
-"""What a Trainer can be told, also by a YAML file, and evaluations around fits: as in a plain loop, under both engines."""
+"""What a Trainer can be told, also by a YAML file, and evaluations around fits: as in a plain loop."""
 
 from __future__ import annotations
 
