@@ -282,7 +282,7 @@ class Evaluates(ModelModule):
 
     def on_validation_epoch_end(self) -> None:
         """Call the model outside of every step, as one that prints a sample does."""
-        self.sampled = self.model(micro_batches(CASE)[0][0]["input_ids"])
+        self.sampled = self.model(micro_batches(CASE)[0][0]["input_ids"].to(self.device))
 
 
 def plain_losses(model: nn.Module) -> list[list[float]]:
