@@ -149,11 +149,18 @@ class TrainingRun:
         self.synchronize_metrics()
 
     def synchronize_metrics(self) -> None:
+        """Let metrics count each sample once where tensor-parallel peers have the same. Not a collective.
+
+        Hooks make metrics too: called again, this sees those that were made since.
+        """
+        if self._mesh.tensor_group is not None:
+            self._synchronize_metrics()
+
+    def _synchronize_metrics(self) -> None:
         """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
 
-        By default they synchronise over the world, which has each sample once for each tensor-parallel peer, and wait
-        for ranks that have ended. A metric with a ``dist_sync_fn`` of its own keeps it. Hooks make metrics too: called
-        again, this sees those that were made since. Not a collective.
+        By default they synchronise over the world, and wait for ranks that have ended. A metric with a
+        ``dist_sync_fn`` of its own keeps it. Looks at all that modules hold, which takes its time.
         """
         with_other_data = self._mesh.group
 
@@ -379,7 +386,7 @@ class TrainingRun:
             with self.engine.evaluation(self.inputs.find_leader):
                 args, attention = self.micro_batches.sliced(args, step.__name__)
                 if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
-                    self.synchronize_metrics()
+                    self._synchronize_metrics()
                 with attention:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 
