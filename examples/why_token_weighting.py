@@ -12,7 +12,7 @@ see the same windows in the same order, and minimise the usual mean cross-entrop
 The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient just
 before the optimizer step, and g* the truth's *at the same weights*, so it is the error of one step without
 those of earlier steps. Where all micro-batches hold equally many labels, a mean of means is the token mean,
-and all ways agree (`tests/trainer/test_exactness_negative.py`). With `--mixed` each docstring ends after a
+and all ways agree. With `--mixed` each docstring ends after a
 part of it, short ones being as likely as long ones: the more the numbers of labels differ, the more it
 matters.
 """

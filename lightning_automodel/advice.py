@@ -174,7 +174,8 @@ def _hooked(module: nn.Module) -> list[str]:
             hooked[owner] = f"module {path}"
         for name, parameter in torch_internals.parameters_of(owner).items():
             if parameter is not None and torch_internals.has_hooks(parameter):
-                hooked.setdefault(parameter, f"parameter {path}.{name}")
+                own_path = f"{path}.{name}".lstrip(".")
+                hooked.setdefault(parameter, f"parameter {own_path}")
     return list(hooked.values())
 
 

@@ -154,9 +154,9 @@ class TrainingRun:
         Hooks make metrics too: called again, this sees those that were made since.
         """
         if self._mesh.tensor_group is not None:
-            self._synchronize_metrics()
+            self._patch_metrics()
 
-    def _synchronize_metrics(self) -> None:
+    def _patch_metrics(self) -> None:
         """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
 
         By default they synchronise over the world, and wait for ranks that have ended. A metric with a
@@ -386,7 +386,7 @@ class TrainingRun:
             with self.engine.evaluation(self.inputs.find_leader):
                 args, attention = self.micro_batches.sliced(args, step.__name__)
                 if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
-                    self._synchronize_metrics()
+                    self._patch_metrics()
                 with attention:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 

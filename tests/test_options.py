@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.advice import Advice, summary
+from lightning_automodel.advice import Advice, BackwardHooks, summary
 from lightning_automodel.distributed.mesh import MeshSizes, resolve_sizes
 from lightning_automodel.distributed.process_group import parse_timeout
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
@@ -346,3 +346,16 @@ def test_hooks_before_a_checkpoint_is_loaded(
     module.trainer = SimpleNamespace(callbacks=[callback])
     advice.about_late_loading(module)
     assert [text.partition(":")[0] for text in said] == named
+
+
+def test_hooks_are_named_by_what_has_them() -> None:
+    """Also what the root holds itself."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.gain = nn.Parameter(torch.ones(2))
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient)
+    said: list[str] = []
+    with BackwardHooks(module, 2, False, said.append).noting():
+        pass
+    [message] = said
+    assert "(parameter gain, parameter 0.weight, parameter 0.bias)" in message
