@@ -45,7 +45,7 @@ class Engine:
     state                        entered by                                      :attr:`backward`  a plain backward
     ===========================  ==============================================  ================  =====================
     no window is open            :meth:`user_backward_returned`, :meth:`forget`  None              is noted as foreign
-    our backward runs            :meth:`enter_backward`                          it                is a part of it
+    our backward runs            `GradientWindows.set_aside`                     it                is a part of it
     our backward has ended; the  :meth:`leave_backward`                          None              is refused: it is the
     user's has not returned yet                                                                    second
     a window is open             :meth:`user_backward_returned`                  None              is refused
@@ -56,7 +56,8 @@ class Engine:
         reached: The parameters that have got gradients since the state was entered, of those that are tracked.
         tracked: The parameters for which :attr:`reached` is noted.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
-        backward: The backward of the strategy that runs, from before :meth:`begin` on; else None.
+        backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. Once it is set, an
+            exception puts back the older gradients that were set aside.
         model: What to call the module's steps on.
         collectives: A number of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
@@ -78,10 +79,6 @@ class Engine:
         self.tracked: set[nn.Parameter] = set()
 
     # --- Which backward runs ------------------------------------------------------------------------------------------
-
-    def enter_backward(self, backward: BackwardPass) -> None:
-        """``backward`` comes next. From here on, an exception puts back the older gradients that were set aside."""
-        self.backward = backward
 
     def leave_backward(self) -> None:
         """The gradients are where the window keeps them. A second backward would be lost, so it is refused."""

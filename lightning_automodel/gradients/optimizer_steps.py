@@ -126,7 +126,7 @@ class OptimizerSteps:
     def _begin(self, optimizer: Optimizer, hook: Callable[..., Any] | None) -> None:
         """Called when the gradients are there, by a ``hook`` before the step, or within it."""
         self.check(optimizer)
-        self.whole.drop(optimizer)  # what a step has begun that raised
+        self.whole.abandon()  # what a step has begun that raised
         self._check_parameters(optimizer)
         self._check_gradients_by_hand(optimizer)
         if self.whole.of(optimizer):

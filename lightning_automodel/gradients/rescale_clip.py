@@ -267,15 +267,10 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             norms = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             norms = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        total += _moved_without_waiting(torch.stack(norms).to(total.dtype), device).square().sum()
+        # Of offloaded gradients the numbers lie on the host, which need not wait for the device.
+        moved = torch.stack(norms).to(device, total.dtype, non_blocking=device.type != "cpu")
+        total += moved.square().sum()
     return total
-
-
-def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
-    """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
-    if numbers.device.type == "cpu" and device.type != "cpu":
-        return numbers.pin_memory().to(device, non_blocking=True)
-    return numbers.to(device)
 
 
 def _local_parts(gradients: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:

@@ -192,7 +192,7 @@ class TokenWeighting:
             )
         count = self.count(batch, output, step)
         sums = sums_of(self.objective(loss.detach(), count), count)
-        return torch.stack([sums[1], sums[0]])
+        return sums[:2].flip(0)
 
     @property
     def unit(self) -> str:
@@ -231,11 +231,10 @@ def has_count(output: Any) -> bool:
 
 
 def _kind_and_keys(value: Any) -> str:
+    text = f"a {type(value).__name__}"
     if isinstance(value, Mapping):
-        keys = f" with the keys {sorted(map(str, value))}"
-    else:
-        keys = ""
-    return f"a {type(value).__name__}{keys}"
+        text += f" with the keys {sorted(map(str, value))}"
+    return text
 
 
 def check_count(count: Any, source: str) -> Count:

@@ -248,8 +248,7 @@ class WholeSteps:
             if whole.stand_in is not None:
                 whole.stand_in.grad = None  # its memory is needed while weights travel
         self._exchange(_weights(stepped), to_owners=False)
-        if stepped:
-            torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
+        torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
         _free(stepped)
 
     def _exchange(self, tensors: list[Travelling], to_owners: bool) -> None:
@@ -267,14 +266,10 @@ class WholeSteps:
         else:
             exchange(wholes, parts, self._device)
 
-    def drop(self, optimizer: Optimizer) -> None:
-        """Give ``optimizer`` its sharded parameters, without what it has stepped. Not a collective."""
-        _free(self._take_back(optimizer))
-
     def abandon(self) -> None:
         """Give all optimizers their sharded parameters, after an exception in a step. Not a collective."""
         for optimizer in list(self._stepping):
-            self.drop(optimizer)
+            _free(self._take_back(optimizer))
 
     def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
         """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""

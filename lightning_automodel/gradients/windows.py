@@ -270,12 +270,11 @@ class GradientWindows:
             final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
         elif ends:
             final = self.parameters
-        held = list(map(GRAD.__get__, self.parameters))
-        older = held
+        older = list(map(GRAD.__get__, self.parameters))
         if self.engine.reuses_gradients:
-            older = [None if gradient is None else gradient.clone() for gradient in held]
+            older = [None if gradient is None else gradient.clone() for gradient in older]
         backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
-        self.engine.enter_backward(backward)
+        self.engine.backward = backward
         self._write_grads(self._kept)
         self._kept = self._nothing
         return backward

@@ -34,7 +34,7 @@ def _micro_batch(sync: FSDP2Window, model: Holder, shards: set[Tensor], step: in
         loss = model.inner["net"](features).square().sum()
         window = Window(None, [], None, torch.zeros(3), trained=shards)
         backward = BackwardPass(window, is_last, False, [], set(), [])
-        sync.enter_backward(backward)
+        sync.backward = backward
         sync.begin(backward, loss)
         loss.backward()
         sync.reduce(backward)
