@@ -146,7 +146,7 @@ class OptimizerSteps:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         num_gathers = collectives.gathers_so_far() - self._gathers_before
-        if num_gathers > 0:
+        if num_gathers:
             self._say_once(
                 f"{type(optimizer).__name__} looks at whole tensors: its step took {num_gathers} of them"
                 " from shards, each by a collective, and every rank computes the same with them. That is"

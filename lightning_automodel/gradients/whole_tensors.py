@@ -115,17 +115,18 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         return name in _OF_MATRICES.get(package, ()) and group.get("use_muon", True)
     if not all(map(_is_one_step, nested_optimizers(optimizer))):
         raise ValueError(
-            f"{name} has train() and eval(), or does more than the step of its base class: it would do so with the"
-            f" parameters and states of one owner. Pass {OPTION}='shards', with which it is right."
+            f"{name} has train() and eval(), does more than the step of its base class, or saves its states in a form"
+            f" of its own: it would do so with the parameters and states of one owner. Pass {OPTION}='shards', with"
+            " which it is right."
         )
     return True
 
 
 def _is_one_step(optimizer: Optimizer) -> bool:
-    """Whether nothing is known that an optimizer does around its step."""
+    """Whether nothing is known that an optimizer does around its step, and its states are where torch has them."""
     # Torch runs hooks in the steps of classes of which there were instances.
     hooked = [base for base in type(optimizer).__mro__ if hasattr(vars(base).get("step"), "hooked")]
-    return len(hooked) <= 1 and not callable(getattr(optimizer, "eval", None))
+    return len(hooked) <= 1 and not hasattr(optimizer, "eval") and "state" in optimizer.state_dict()
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -273,9 +274,7 @@ class WholeSteps:
 
     def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
         """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""
-        if optimizer not in self._stepping:
-            return []
-        stepped, swapped = self._stepping.pop(optimizer)
+        stepped, swapped = self._stepping.pop(optimizer, ([], ExitStack()))
         swapped.close()
         return stepped
 

@@ -398,6 +398,13 @@ class ScheduleFree(Looking):
     train = eval
 
 
+class OwnForm(Looking):
+    """Saves its states in another form than torch's, as Lookahead does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict()}
+
+
 class MoreThanMuon(Muon64):
     """Looks at its parameters after the step of its base class."""
 
@@ -416,11 +423,12 @@ AROUND: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     ),
     "states": (
         lambda model: ScheduleFree(_trained(model)),
-        "ScheduleFree has train() and eval(), or does more",
+        "ScheduleFree has train() and eval(), does more",
     ),
+    "form": (lambda model: OwnForm(_trained(model)), "OwnForm has train() and eval(), does more"),
     "base class": (
         lambda model: MoreThanMuon(_trained(model)),
-        "MoreThanMuon has train() and eval(), or does more",
+        "MoreThanMuon has train() and eval(), does more",
     ),
 }
 """What an optimizer does around its own arithmetic, with shards or parameters of this rank: what is raised."""
