@@ -212,10 +212,16 @@ def set_background_gathers(units: Iterable[FSDPModule], is_on: bool) -> None:
         overwrite(group, "unshard_async_op", is_on)
 
 
-def note_collectives(unit: FSDPModule, note: Callable[..., None], patches: PatchStack) -> None:
+def watch_unit(
+    unit: FSDPModule,
+    note: Callable[..., None],
+    keep_gathered: Callable[[FSDPParamGroup], None],
+    patches: PatchStack,
+) -> None:
     """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
 
-    Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send.
+    Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send. ``keep_gathered`` is
+    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -231,6 +237,8 @@ def note_collectives(unit: FSDPModule, note: Callable[..., None], patches: Patch
                 sent.append(number)
         if sent:
             note(*sent)
+        if torch.is_grad_enabled():  # within a backward: autograd records what it computes
+            keep_gathered(group)
         post_backward(*args)
 
     for group in param_groups(unit):

@@ -21,10 +21,9 @@ from lightning_automodel.sharding.units import has_fsdp_units
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
-    " reaches what the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True))"
-    " comes another way, as does a loss on tensors that a unit has stored instead of returning them. Pass"
-    " reshard_during_accumulation=False, which keeps parameters gathered until the backward has ended, or"
-    " data_parallel='ddp'."
+    " reaches what the unit has returned: a loss on tensors that a unit has stored instead of returning them"
+    " comes another way. Return them, or pass reshard_during_accumulation=False, which keeps parameters"
+    " gathered until the backward has ended, or data_parallel='ddp'."
 )
 _CHANGES_INPUT = (
     "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2"

@@ -23,6 +23,7 @@ a forward                 as before           as before                  stay fo
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
 :meth:`discard`           as before           BY_FSDP2, if all           as before
                                               gradients are dropped
+:meth:`keep_gathered`     as before           as before                  a group's stay for each such step from now on
 requires_grad changes     as before           as before                  shown again, if they are gathered
 :meth:`stepped`           as before           as before                  freed, unless a backward runs
 an exception in           HOOKS               as before                  as before, until :meth:`recover`
@@ -68,6 +69,13 @@ PENALTY_ON_WEIGHTS = (
     " with p as with a whole tensor. Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
+
+SECOND_DERIVATIVE = (
+    "A backward with create_graph=True in a hook, where FSDP2 frees the parameters that a second derivative would"
+    " read. Leave create_graph out if there is none. Or compute it in training_step, in a step of evaluation, or"
+    " under data_parallel='ddp'."
+)
+"""Why a hook computes first derivatives alone."""
 
 GRADIENTS_OF_EXPERTS = (
     "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
@@ -173,6 +181,14 @@ class FSDP2Window(PhasedEngine):
         if phase is not self.phase:
             fsdp2.set_flags(self._resharding[phase])
             self.phase = phase
+
+    @override
+    def keep_gathered(self, group: Any) -> None:
+        """See the base class. Raises RuntimeError in hooks, after which nothing may stay gathered."""
+        if self.phase not in (Phase.STEP, Phase.EVALUATION):
+            raise RuntimeError(SECOND_DERIVATIVE)
+        self._resharding[self.phase][group] = fsdp2.Resharding(False, None)
+        fsdp2.set_flags(self._resharding[self.phase])
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:

@@ -57,7 +57,8 @@ class UnitCollectives:
 
     In an evaluation step that a rank joins without data, the first rank with some, its leader, tells all ranks over the
     host ``group`` which unit it gathers next. No user code runs on the rank without data: nothing is logged, counted or
-    drawn at random there. The ``engine`` of the units keeps the number of what was noted.
+    drawn at random there. The ``engine`` of the units keeps the number of what was noted, and what second derivatives
+    need.
     """
 
     def __init__(self, engine: PhasedEngine, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
@@ -67,7 +68,7 @@ class UnitCollectives:
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
         for index, unit in enumerate(units):
-            fsdp2.note_collectives(unit, partial(self._note, index), self._patches)
+            fsdp2.watch_unit(unit, partial(self._note, index), engine.keep_gathered, self._patches)
 
     @contextmanager
     def step(self, leader: int | None) -> Iterator[None]:

@@ -47,7 +47,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
         generator = torch.Generator().manual_seed(3)
         self.double()
@@ -148,10 +150,33 @@ def penalty(net: Net, batch: Batch) -> Tensor:
 
 
 class Penalised(Trains):
-    """Adds the penalty to the loss."""
+    """Adds the penalty to the loss, and goes on with another forward of the same units."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch) + penalty(self.net, batch).mean()
+        penalised = penalty(self.net, batch).mean()
+        return self.loss(batch) + penalised
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = batch[0].clone()
+            penalty(self.net, (inputs, batch[1])).sum().backward(inputs=[self.net.head.bias])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded"))
+def test_second_derivatives(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
+    """What a backward with `create_graph=True` has gathered stays for the step: norms would read freed memory."""
+    pool = pool4 if "data_parallel_replicate_size" in options else pool2
+    expected = plainly(
+        ACCUMULATE,
+        pool.num_ranks,
+        sums=lambda net, batch: sum_of_losses(net, batch) + penalty(net, batch).sum(),
+    )
+    for weights in pool.run(fit_or_error, Penalised, options, ACCUMULATE):
+        assert weight_error(weights, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])

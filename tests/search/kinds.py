@@ -223,9 +223,6 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
 # --- What they may end in ---------------------------------------------------------------------------------------------
 
 KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
-    r"A backward needed parameters that FSDP2 had freed.*create_graph.*reshard_during_accumulation=False": lambda c: (
-        c.inner == "penalty"
-    ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module: sharding has replaced this parameter": lambda c: c.alias,
     r"FSDP2 has freed what it had gathered there, so that the write is lost": lambda c: c.writes,
