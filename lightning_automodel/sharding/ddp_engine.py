@@ -1,7 +1,7 @@
 """DDP: the whole model on every rank."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,6 +57,7 @@ class DDPEngine(Engine):
     ) -> None:
         super().__init__()
         self._mesh = placement.mesh
+        self._padding_hooks = ExitStack()
         kwargs = options.ddp_kwargs or {}
         give_values()
         parameters = dict(module.named_parameters())
@@ -123,6 +124,10 @@ class DDPEngine(Engine):
             )
         if not backward.window.trained <= self.tracked:
             self.track(backward.window.trained)
+        self._padding_hooks.close()  # if an exception has left some
+        for parameter in self.tracked if backward.is_padding else ():
+            if parameter.requires_grad:
+                self._padding_hooks.callback(parameter.register_hook(_without_entries).remove)
         if self._is_manual and self.ends_window:
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
@@ -140,6 +145,7 @@ class DDPEngine(Engine):
         Those of its bucket, or what came later, are then this rank's own gradients.
         """
         ddp = self._ddp
+        self._padding_hooks.close()
         reached = set(self.reached)
         if self.ends_window and not ddp.static_graph:
             if len(reached) < len(self.reached) and self._mesh.sizes.divisor > 1:
@@ -172,3 +178,10 @@ class DDPEngine(Engine):
     def synchronize_buffers(self) -> None:
         if self._buffers is not None:
             self._buffers.synchronize()
+
+
+def _without_entries(gradient: Tensor) -> Tensor:
+    """The gradient of a padding batch, 0: entries of a sparse one would be rows that lazy optimizers step."""
+    if gradient.is_sparse:
+        return torch.zeros_like(gradient)
+    return gradient

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from torch import Tensor
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
@@ -293,6 +293,45 @@ def test_training(pool2: RankPool, pool4: RankPool, setting: Training) -> None:
     for _, report, steps in results:
         assert report == (pytest.approx(reports[-1], rel=1e-12, nan_ok=True) if reports else None)
         assert steps == len(reports)
+
+
+class Lazy(LightningModule):
+    """Steps the rows of an embedding that batches have used, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 2, sparse=True, dtype=torch.float64)
+        nn.init.ones_(self.rows.weight)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.rows(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+
+LOOKED_UP = [[[1, 2], [3], [1, 1, 4]], [[5, 1]]]
+"""Of each rank: whose batches are rows."""
+
+
+def _train_lazily() -> Tensor:
+    module = Lazy()
+    batches = [torch.tensor(rows) for rows in LOOKED_UP[dist.get_rank()]]
+    strategy = AutomodelStrategy(data_parallel="ddp", uneven_inputs="pad", count="samples")
+    make_trainer(strategy, max_epochs=2).fit(module, DataLoader(batches, batch_size=None))
+    return module.rows.weight.detach()
+
+
+def test_rows_of_padding_batches_are_not_stepped(pool2: RankPool) -> None:
+    plain = Lazy()
+    optimizer = plain.configure_optimizers()
+    for index in [0, 1, 2] * 2:
+        rows = [row for own in LOOKED_UP for batch in own[index : index + 1] for row in batch]
+        optimizer.zero_grad()
+        plain.training_step(torch.tensor(rows), index).backward()
+        optimizer.step()
+    for weight in pool2.run(_train_lazily):
+        torch.testing.assert_close(weight, plain.rows.weight.detach(), rtol=1e-12, atol=0)
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------
