@@ -647,6 +647,8 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         if not run.windows.open_windows:
             run.check_parameters()
+        if is_last_batch(trainer):
+            run.patch_metrics()  # which are computed next
         output = run.micro_batches.training_step(super().training_step, args, kwargs)
         stops_by_hand = self._stops and not self._module.automatic_optimization
         # Where no gradients are held, or an epoch ends, no optimizer may step any more by hand.

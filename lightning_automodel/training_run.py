@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,11 +13,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.data.metrics import synchronise_over
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import Gathers, log_full
@@ -154,24 +153,15 @@ class TrainingRun:
         Hooks make metrics too: called again, this sees those that were made since.
         """
         if self._mesh.tensor_group is not None:
-            self._patch_metrics()
+            self.patch_metrics()
 
-    def _patch_metrics(self) -> None:
+    def patch_metrics(self) -> None:
         """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
 
-        By default they synchronise over the world, and wait for ranks that have ended. A metric with a
-        ``dist_sync_fn`` of its own keeps it. Looks at all that modules hold, which takes its time.
+        Looks at all that modules hold, which takes its time.
         """
-        with_other_data = self._mesh.group
-
-        # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
-        def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-            Gathers.check()
-            return gather_all_tensors(value, group or with_other_data)
-
-        for metric in lightning_internals.metrics_in(self.module).values():
-            if metric.dist_sync_fn is None:
-                self.patches.set(metric, "dist_sync_fn", gather)
+        metrics = lightning_internals.metrics_in(self.module)
+        synchronise_over(self._mesh.group, metrics.values(), self.patches)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -386,7 +376,7 @@ class TrainingRun:
             with self.engine.evaluation(self.inputs.find_leader):
                 args, attention = self.micro_batches.sliced(args, step.__name__)
                 if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
-                    self._patch_metrics()
+                    self.patch_metrics()
                 with attention:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
 

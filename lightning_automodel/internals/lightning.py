@@ -6,6 +6,7 @@ import inspect
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -222,6 +223,36 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))
     overwrite(metric, "_update_count", saved["count"])
+
+
+def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: PatchStack) -> None:
+    """Let ``gather(lists, group)`` bring the states of a metric that are lists, with an entry for each batch or image.
+
+    TorchMetrics gathers entries one by one, or concatenates several, but not one alone: ranks with unequal numbers of
+    them would call different collectives.
+    """
+
+    def sync(sync_others: Callable[..., None], dist_sync_fn: Any, process_group: Any = None) -> None:
+        own = {name: getattr(metric, name) for name in metric._reductions}
+        own = {name: state for name, state in own.items() if isinstance(state, list)}
+        by_rank = []
+        if own:
+            by_rank = gather(move_data_to_device(own, "cpu"), process_group or metric.process_group)
+        for name in own:
+            setattr(metric, name, [])
+        sync_others(dist_sync_fn, process_group)
+        missing = object()
+        for name in own:
+            # As TorchMetrics has them: the first entry of each rank, then the second ones.
+            rows = zip_longest(*(states[name] for states in by_rank), fillvalue=missing)
+            state: Any = [entry for row in rows for entry in row if entry is not missing]
+            state = move_data_to_device(state, metric.device)
+            reduce: Any = metric._reductions[name]
+            if state and reduce is not None:
+                state = reduce(state)
+            setattr(metric, name, state)
+
+    patches.set(metric, "_sync_dist", partial(sync, metric._sync_dist))
 
 
 def metrics_in(module: LightningModule) -> dict[str, Metric]:

@@ -1,0 +1,37 @@
+"""TorchMetrics over the ranks that hold different data, of which some may have more than others."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_automodel.distributed.collectives import Gathers, gather_objects
+from lightning_automodel.internals.lightning import sync_lists_by
+from lightning_automodel.internals.patching import PatchStack
+
+
+def synchronise_over(
+    with_other_data: dist.ProcessGroup, metrics: Iterable[Metric], patches: PatchStack
+) -> None:
+    """Let metrics synchronise over the ranks ``with_other_data``. Not a collective.
+
+    By default they synchronise over the world, and wait for ranks that have ended, or have fewer entries in a list. A
+    metric with a ``dist_sync_fn`` of its own is left as it is.
+    """
+
+    # Functions, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
+    def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        Gathers.check()
+        return gather_all_tensors(value, group or with_other_data)
+
+    def gather_lists(values: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        Gathers.check()
+        return gather_objects(values, group or with_other_data)
+
+    for metric in metrics:
+        if metric.dist_sync_fn is None:
+            patches.set(metric, "dist_sync_fn", gather)
+            sync_lists_by(gather_lists, metric, patches)

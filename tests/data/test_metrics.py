@@ -1,0 +1,107 @@
+"""TorchMetrics with an entry for each batch or sample, where ranks have unequal numbers of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, Metric, MetricCollection
+from torchmetrics.retrieval import RetrievalMAP
+
+from lightning_automodel import AutomodelStrategy
+from tests.data.plain import ENGINES
+from tests.rank_pool import RankPool
+from tests.trainer.runs import LabelledModule, by_default, make_trainer
+
+
+class Widths(Metric):
+    """Keeps a tensor of its own shape of each sample, as `MeanAveragePrecision` keeps boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx=None)
+        self.add_state("number", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, samples: Tensor) -> None:
+        for sample in samples:
+            self.rows.append(torch.ones(int(sample) % 3, 2))
+            self.number += 1
+
+    def compute(self) -> Tensor:
+        assert len(self.rows) == self.number
+        return torch.cat(self.rows).sum()
+
+
+class Measured(LabelledModule):
+    """Logs metrics, and computes some by hand; `kept` are entries of this rank afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_query = MetricCollection({"map": RetrievalMAP(), "sums": CatMetric()})
+        self.widths = torch.nn.ModuleDict({"trained": Widths(), "evaluated": Widths()})
+        self.beside = [CatMetric()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.widths["trained"].update(batch["samples"])
+        self.log("trained", self.widths["trained"], on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        samples = batch["samples"]
+        self.by_query["map"].update(samples / 20, samples % 2, indexes=samples % 3)
+        self.by_query["sums"].update(samples.sum())
+        self.beside[0].update(float(samples.sum()))
+        self.widths["evaluated"].update(samples)
+        self.log("evaluated", self.widths["evaluated"])
+
+    def on_validation_epoch_end(self) -> None:
+        for _ in range(2):
+            found = self.by_query.compute()
+        self.kept = len(self.by_query["sums"].value)
+        self.log_dict(
+            {"map": found["map"], "sums": found["sums"].sum(), "beside": self.beside[0].compute().sum()}
+        )
+
+
+def _loader(num_samples: int, batch_size: int) -> DataLoader:
+    sequences = torch.arange(num_samples)[:, None] + torch.arange(4)
+    samples = [
+        {"input_ids": row[:-1], "labels": row[1:], "samples": torch.tensor(number)}
+        for number, row in enumerate(sequences % 5)
+    ]
+    return DataLoader(samples, batch_size=batch_size)
+
+
+def _measure(
+    options: dict[str, Any] | None, num_samples: int, batch_size: int
+) -> tuple[dict[str, float], int]:
+    module = Measured()
+    settings: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    if options is None:
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            **settings,
+        )
+    else:
+        trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True, **settings)
+    trainer.fit(module, _loader(num_samples, batch_size), _loader(num_samples, batch_size))
+    names = ("trained", "evaluated", "map", "sums", "beside")
+    return {name: float(trainer.callback_metrics[name]) for name in names}, module.kept
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", by_default(ENGINES, "ddp"))
+def test_equal_those_of_one_process(pool2: RankPool, engine: dict[str, Any]) -> None:
+    """Also one entry beside several, which TorchMetrics does not concatenate, and a second computation."""
+    for num_samples, batch_size in ((5, 1), (5, 2), (3, 1), (6, 2)):
+        expected, _ = _measure(None, num_samples, batch_size)
+        for found, kept in pool2.run(_measure, engine, num_samples, batch_size):
+            assert found == pytest.approx(expected)
+            assert 0 < kept < num_samples
