@@ -20,7 +20,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.metrics import synchronise_over
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.distributed.collectives import Gathers, log_full
+from lightning_automodel.distributed.collectives import Gathers, gather_objects, log_full
 from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
@@ -192,7 +192,8 @@ class TrainingRun:
         self.patches.set(Gathers, "check", self.inputs.check_communication)
         log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
         if host_group.size() > 1:
-            lightning_internals.reduce_metrics_in_one_order(module.trainer, self.patches)
+            gather = partial(gather_objects, group=host_group)
+            lightning_internals.reduce_metrics_by_name(module.trainer, gather, self.patches)
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
             log = self.inputs.leave_padding_out(log)

@@ -11,9 +11,6 @@ from torchmetrics import Metric
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import tree_map_only
 
-# Lightning's `reduce_fx`, each with the value that does not change its result.
-_NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-
 
 class ModuleState:
     """What steps without effect may change in a module: its buffers, and the states of TorchMetrics.
@@ -59,14 +56,14 @@ def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if isinstance(value, Metric):
         log(*args, **kwargs)
     elif given.arguments["sync_dist"]:
-        if reduction not in _NEUTRAL:
+        if reduction not in lightning_internals.NEUTRAL:
             raise ValueError(
                 f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a"
                 " rank whose data has ended (uneven_inputs='pad') has no neutral value; valid are"
-                f" {', '.join(map(repr, _NEUTRAL))}."
+                f" {', '.join(map(repr, lightning_internals.NEUTRAL))}."
             )
         tensor = torch.as_tensor(value)
         # Of integers, the default dtype of floats.
         dtype = torch.result_type(tensor, 1.0)
-        neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
+        neutral_value = torch.full_like(tensor, lightning_internals.NEUTRAL[reduction], dtype=dtype)
         log(**{**given.arguments, "value": neutral_value, "batch_size": 0})

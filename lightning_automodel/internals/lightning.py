@@ -9,6 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
@@ -33,6 +34,9 @@ from torchmetrics import Metric
 from lightning_automodel.internals.dtensor import tree_leaves
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
+
+NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+"""Lightning's `reduce_fx`, each with the value that does not change its result."""
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "pre_backward")
 
@@ -162,11 +166,54 @@ def peek_at_epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return computed
 
 
-def reduce_metrics_in_one_order(trainer: Trainer, patches: PatchStack) -> None:
-    """Reduce what was logged over an epoch in the order of its names: ranks may have logged it in another order."""
+def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+    """Log what other ranks have logged over an epoch, and this one has not, so that it does not count.
+
+    A collective if this rank has something to reduce. Raises RuntimeError, on every rank, where that would not do.
+    """
+    own = {}
+    for key, result in results.valid_items():
+        meta = result.meta
+        is_reduced = not result.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only)
+        if is_reduced and meta.on_epoch and result._computed is None:
+            dtype = None if meta.on_step or not result.is_tensor else result.value.dtype
+            own[key] = (
+                dtype,
+                {
+                    "fx": meta.fx.removesuffix(f".{results.dataloader_idx}"),
+                    "name": meta.name,
+                    "prog_bar": meta.prog_bar,
+                    "logger": meta.logger,
+                    "add_dataloader_idx": meta.add_dataloader_idx,
+                    "reduce_fx": meta.reduce_fx.__name__,
+                },
+            )
+    by_rank = gather(own) if own else []
+    for key, (dtype, options) in sorted({key: told[key] for told in by_rank for key in told}.items()):
+        if dtype is None and not all(key in told for told in by_rank):
+            raise RuntimeError(
+                f"{options['name']!r} was logged on some ranks alone. TorchMetrics, and values with on_step=True and"
+                " sync_dist=True, are reduced by all ranks together: log them in each batch, or in hooks of an epoch's"
+                " end."
+            )
+        if key not in own:
+            neutral = NEUTRAL[options["reduce_fx"]]
+            value = torch.tensor(neutral, dtype=dtype, device=trainer.strategy.root_device)
+            reduce = trainer.strategy.reduce
+            results.log(value=value, batch_size=0, sync_dist=True, sync_dist_fn=reduce, **options)
+
+
+def reduce_metrics_by_name(
+    trainer: Trainer, gather: Callable[[Any], list[Any]], patches: PatchStack
+) -> None:
+    """Reduce what was logged over an epoch by its names: ranks may have logged it in another order, or not at all.
+
+    ``gather`` returns an object of each rank.
+    """
 
     def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
         if not on_step:
+            _log_what_others_reduce(results, trainer, gather)
             logged = dict(results)
             results.clear()
             results.update(sorted(logged.items()))

@@ -1,4 +1,4 @@
-"""TorchMetrics with an entry for each batch or sample, where ranks have unequal numbers of them."""
+"""TorchMetrics with an entry for each batch or sample, and values by name, of which ranks have unequal numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Widths(Metric):
 
 
 class Measured(LabelledModule):
-    """Logs metrics, and computes some by hand; `kept` are entries of this rank afterwards."""
+    """Logs metrics, some by what is in a batch, and computes some by hand; this rank has `kept` entries afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +57,13 @@ class Measured(LabelledModule):
         self.beside[0].update(float(samples.sum()))
         self.widths["evaluated"].update(samples)
         self.log("evaluated", self.widths["evaluated"])
+        for sample in samples:
+            kind = {
+                "sync_dist": True,
+                "batch_size": 1,
+                "reduce_fx": ("mean", "sum", "max", "min")[sample % 4],
+            }
+            self.log(f"of kind {sample % 4}", 1.0 + sample.double(), **kind)
 
     def on_validation_epoch_end(self) -> None:
         for _ in range(2):
@@ -92,8 +99,7 @@ def _measure(
     else:
         trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True, **settings)
     trainer.fit(module, _loader(num_samples, batch_size), _loader(num_samples, batch_size))
-    names = ("trained", "evaluated", "map", "sums", "beside")
-    return {name: float(trainer.callback_metrics[name]) for name in names}, module.kept
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.kept
 
 
 @pytest.mark.every_case
@@ -105,3 +111,36 @@ def test_equal_those_of_one_process(pool2: RankPool, engine: dict[str, Any]) -> 
         for found, kept in pool2.run(_measure, engine, num_samples, batch_size):
             assert found == pytest.approx(expected)
             assert 0 < kept < num_samples
+
+
+class LogsAlone(LabelledModule):
+    """What all ranks reduce together."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.metric = CatMetric()
+        self.kind = kind
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("all", 1.0, sync_dist=True, batch_size=1)
+        if self.global_rank == 1 and self.kind == "metric":
+            self.metric.update(1.0)
+            self.log("alone", self.metric)
+        elif self.kind == "on_step":
+            self.log(
+                "one" if self.global_rank else "other", 1.0, sync_dist=True, on_step=True, on_epoch=True
+            )
+
+
+def _refusal(kind: str) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    with pytest.raises(RuntimeError) as raised:
+        trainer.validate(LogsAlone(kind), _loader(4, 2))
+    return str(raised.value)
+
+
+def test_what_some_ranks_log_alone_is_refused(pool2: RankPool) -> None:
+    """Values that were reduced at once would have been those of other names."""
+    for kind, name in (("metric", "alone"), ("on_step", "one")):
+        for message in pool2.run(_refusal, kind):
+            assert f"'{name}' was logged on some ranks alone." in message
