@@ -839,6 +839,8 @@ class AutomodelStrategy(ParallelStrategy):
         tensor = collectives.full(tensor)
         num_averaged = None
         self._check_communication()
+        if self._run is not None:
+            self._run.inputs.note_reduction()
         if self._run is not None and collectives.is_mean(reduce_op):
             inputs = self._run.inputs
             # With padding batches alone their mean is taken, by which a loss without weight may be divided.

@@ -191,6 +191,7 @@ class TrainingRun:
         )
         self.patches.set(Gathers, "check", self.inputs.check_communication)
         log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
+        log = self.inputs.name_reductions(log)
         if host_group.size() > 1:
             gather = partial(gather_objects, group=host_group)
             lightning_internals.reduce_metrics_by_name(module.trainer, gather, self.patches)

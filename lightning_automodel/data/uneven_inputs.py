@@ -1,6 +1,7 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -83,6 +84,8 @@ class UnevenInputs:
         self._next = NO_BATCH  # to evaluate after it
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
+        self._logging = ""  # the name of the value that is logged at the moment
+        self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
 
@@ -227,6 +230,24 @@ class UnevenInputs:
 
         return log_data
 
+    def name_reductions(self, log: Callable[..., None]) -> Callable[..., None]:
+        """``log``, for :meth:`note_reduction`."""
+
+        @wraps(log)
+        def log_by_name(name: str, *args: Any, **kwargs: Any) -> None:
+            self._logging = name
+            try:
+                log(name, *args, **kwargs)
+            finally:
+                self._logging = ""
+
+        return log_by_name
+
+    def note_reduction(self) -> None:
+        """Note the name of a value that is reduced as it is logged: :meth:`compare_ranks` compares them."""
+        if self._logging and self.num_with_data(self._group) == self._group.size():
+            self._reduced = zlib.crc32(self._logging.encode(), self._reduced)
+
     def _run_in_step(self, step: Callable[[], Any]) -> Any:
         """Run ``step``, in which values are reduced and gathered as those of one batch of each rank."""
         is_in_step = self._is_in_step
@@ -322,17 +343,25 @@ class UnevenInputs:
     def compare_ranks(self, first_peer: int, collectives: int) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many evaluated steps. A collective.
 
-        And unless ranks with one ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
+        And unless they have reduced values under the same names, and ranks with one ``first_peer`` have the same
+        ``collectives``; see :class:`.Engine`.
         """
-        told = gather_objects((self._num_evaluated, (first_peer, collectives)), self._group)
-        found = [number for number, _ in told]
+        own = self._num_evaluated, self._reduced, (first_peer, collectives)
+        told = gather_objects(own, self._group)
+        found = [number for number, *_ in told]
         if len(set(found)) > 1:
             raise RuntimeError(
                 f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"
                 " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
                 " iterator anew where it ends."
             )
-        if len({units for _, units in told}) > len({first for _, (first, _) in told}):
+        if len({names for _, names, _ in told}) > 1:
+            raise RuntimeError(
+                "Ranks have logged values with on_step=True and sync_dist=True under other names, or in another order,"
+                " so that values of several names were reduced together: log the same names on all ranks, or with"
+                " on_step=False, on_epoch=True, which reduces each over the ranks that have logged it."
+            )
+        if len({units for *_, units in told}) > len({first for *_, (first, _) in told}):
             raise RuntimeError(DIFFERENT_UNITS)
 
     def _begin_evaluated_batch(self, step: str, args: tuple[Any, ...]) -> None:

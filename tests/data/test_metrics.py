@@ -126,10 +126,9 @@ class LogsAlone(LabelledModule):
         if self.global_rank == 1 and self.kind == "metric":
             self.metric.update(1.0)
             self.log("alone", self.metric)
-        elif self.kind == "on_step":
-            self.log(
-                "one" if self.global_rank else "other", 1.0, sync_dist=True, on_step=True, on_epoch=True
-            )
+        elif self.kind != "metric":
+            name = "one" if self.global_rank else "other"
+            self.log(name, 1.0, sync_dist=True, on_step=True, on_epoch=self.kind == "on_epoch", batch_size=1)
 
 
 def _refusal(kind: str) -> str:
@@ -141,6 +140,10 @@ def _refusal(kind: str) -> str:
 
 def test_what_some_ranks_log_alone_is_refused(pool2: RankPool) -> None:
     """Values that were reduced at once would have been those of other names."""
-    for kind, name in (("metric", "alone"), ("on_step", "one")):
-        for message in pool2.run(_refusal, kind):
-            assert f"'{name}' was logged on some ranks alone." in message
+    messages = {
+        "metric": "'alone' was logged on some ranks alone.",
+        "on_epoch": "'one' was logged on some ranks alone.",
+        "on_step": "Ranks have logged values with on_step=True and sync_dist=True under other names",
+    }
+    for kind, message in messages.items():
+        assert [message in found for found in pool2.run(_refusal, kind)] == [True, True], kind
