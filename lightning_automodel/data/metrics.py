@@ -21,11 +21,7 @@ def synchronise_over(
     By default they synchronise over the world, and wait for ranks that have ended, or have fewer entries in a list. A
     metric with a ``dist_sync_fn`` of its own is left as it is.
     """
-
-    # Functions, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
-    def gather(value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        Gathers.check()
-        return gather_all_tensors(value, group or with_other_data)
+    gather = _Gather(with_other_data)
 
     def gather_lists(values: Any, group: dist.ProcessGroup | None) -> list[Any]:
         Gathers.check()
@@ -34,4 +30,22 @@ def synchronise_over(
     for metric in metrics:
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
+        if isinstance(metric.dist_sync_fn, _Gather):
             sync_lists_by(gather_lists, metric, patches)
+
+
+class _Gather:
+    """A ``dist_sync_fn``. Copies of a metric, which users make in mid-run, have the same one; pickled, it has none."""
+
+    def __init__(self, with_other_data: dist.ProcessGroup) -> None:
+        self._with_other_data = with_other_data
+
+    def __call__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        Gathers.check()
+        return gather_all_tensors(value, group or self._with_other_data)
+
+    def __deepcopy__(self, memo: Any) -> "_Gather":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()

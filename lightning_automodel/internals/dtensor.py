@@ -12,7 +12,6 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_any_only as tree_any_only
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 

@@ -4,7 +4,8 @@
 
 import inspect
 import signal
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -31,9 +32,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from lightning_automodel.internals.dtensor import tree_leaves
-from lightning_automodel.internals.patching import PatchStack, overwrite
+from lightning_automodel.internals.patching import PatchStack, is_patched, overwrite
 from lightning_automodel.internals.torch import defined_in
+
+_CONTAINERS = (dict, list, tuple, deque)
+_MOST_METRICS = 1000
 
 NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """Lightning's `reduce_fx`, each with the value that does not change its result."""
@@ -299,7 +302,8 @@ def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: Pat
                 state = reduce(state)
             setattr(metric, name, state)
 
-    patches.set(metric, "_sync_dist", partial(sync, metric._sync_dist))
+    if not is_patched(metric, "_sync_dist"):
+        patches.set(metric, "_sync_dist", partial(sync, metric._sync_dist))
 
 
 def metrics_in(module: LightningModule) -> dict[str, Metric]:
@@ -314,13 +318,26 @@ def metrics_in(module: LightningModule) -> dict[str, Metric]:
     holders |= {f"{callback.state_key} {n}": callback for n, callback in enumerate(trainer.callbacks)}
     if trainer.datamodule is not None:
         holders["data module"] = trainer.datamodule
+    known = set(map(id, named.values()))
     for path, holder in holders.items():
-        held = [value for value in tree_leaves(vars(holder)) if isinstance(value, nn.Module)]
-        for number, part in enumerate(held):
-            named |= part.named_modules(prefix=f"{path}[{number}]")
-    # A submodule, which lies in a dict too, keeps its own name.
+        for number, part in enumerate(_modules_within(vars(holder))):
+            if id(part) not in known:
+                named |= part.named_modules(prefix=f"{path}[{number}]")
     by_id: dict[int, tuple[str, Metric]] = {}
     for name, part in named.items():
         if isinstance(part, Metric):
             by_id.setdefault(id(part), (name, part))
     return dict(by_id.values())
+
+
+def _modules_within(attributes: dict[str, Any]) -> Iterator[nn.Module]:
+    """The modules in nested containers, but for those with more entries than anybody has metrics, such as samples."""
+    containers: list[Any] = [attributes]
+    seen = {id(attributes)}
+    for container in containers:  # grows
+        for value in container.values() if isinstance(container, dict) else container:
+            if isinstance(value, nn.Module):
+                yield value
+            elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_METRICS and id(value) not in seen:
+                seen.add(id(value))
+                containers.append(value)

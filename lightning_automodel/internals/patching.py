@@ -76,6 +76,11 @@ class PatchStack(ExitStack):
         self.close()
 
 
+def is_patched(target: Any, name: str) -> bool:
+    """Whether a function of ``target`` is replaced at the moment, and not that of a copy of such a target."""
+    return isinstance(vars(target).get(name), _Replacement)
+
+
 def overwrite(target: Any, name: str, value: Any) -> None:
     """Set ``target.name`` for good, an attribute that code of torch or Lightning reads.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ class Measured(LabelledModule):
         super().__init__()
         self.by_query = MetricCollection({"map": RetrievalMAP(), "sums": CatMetric()})
         self.widths = torch.nn.ModuleDict({"trained": Widths(), "evaluated": Widths()})
-        self.beside = [CatMetric()]
+        self.beside: list[Any] = [CatMetric()]
+        self.beside.append(self.beside)  # as nodes of a graph refer to each other
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.widths["trained"].update(batch["samples"])
@@ -58,20 +60,18 @@ class Measured(LabelledModule):
         self.widths["evaluated"].update(samples)
         self.log("evaluated", self.widths["evaluated"])
         for sample in samples:
-            kind = {
-                "sync_dist": True,
-                "batch_size": 1,
-                "reduce_fx": ("mean", "sum", "max", "min")[sample % 4],
-            }
-            self.log(f"of kind {sample % 4}", 1.0 + sample.double(), **kind)
+            kind = ("mean", "sum", "max", "min")[sample % 4]
+            self.log(f"by {kind}", 1.0 + sample.double(), batch_size=1, reduce_fx=kind, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         for _ in range(2):
             found = self.by_query.compute()
         self.kept = len(self.by_query["sums"].value)
-        self.log_dict(
-            {"map": found["map"], "sums": found["sums"].sum(), "beside": self.beside[0].compute().sum()}
-        )
+        pickled = pickle.loads(pickle.dumps(self.beside[0]))
+        assert pickled.dist_sync_fn is None
+        assert len(pickled.value) == self.kept
+        beside = self.beside[0].compute().sum()
+        self.log_dict({"map": found["map"], "sums": found["sums"].sum(), "beside": beside})
 
 
 def _loader(num_samples: int, batch_size: int) -> DataLoader:
