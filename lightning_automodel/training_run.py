@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial, update_wrapper, wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.metrics import synchronise_over
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.distributed.collectives import Gathers, gather_objects, log_full
+from lightning_automodel.distributed.collectives import Gathers, gather_objects
 from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
@@ -190,17 +190,13 @@ class TrainingRun:
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
         self.patches.set(Gathers, "check", self.inputs.check_communication)
-        log: Callable[..., None] = update_wrapper(partial(log_full, module.log), module.log)
-        log = self.inputs.name_reductions(log)
+        for results in lightning_internals.results_of(module.trainer):
+            self.patches.set(results, "log", partial(self.inputs.log, results.log))
         if host_group.size() > 1:
             gather = partial(gather_objects, group=host_group)
             lightning_internals.reduce_metrics_by_name(module.trainer, gather, self.patches)
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
-            log = self.inputs.leave_padding_out(log)
-        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-        for logging in (module, *callbacks):  # Lightning has given callbacks the module's method before
-            self.patches.set(logging, "log", log)
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )

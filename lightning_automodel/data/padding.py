@@ -1,6 +1,5 @@
 """Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,29 +40,24 @@ class ModuleState:
             vars(metric).update(attributes)
 
 
-def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def log_neutral(log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
     """Log for a padding batch, so that the value does not count.
 
     A value with ``sync_dist`` is replaced by a neutral one rather than left out, since the other ranks
     reduce theirs.
     """
-    given = inspect.signature(log).bind(*args, **kwargs)
-    given.apply_defaults()
-    value = given.arguments["value"]
-    reduction = given.arguments["reduce_fx"]
     # Torch.sum and the like have names.
-    reduction = str(getattr(reduction, "__name__", reduction)).lower()
+    reduction = str(getattr(options["reduce_fx"], "__name__", options["reduce_fx"])).lower()
     if isinstance(value, Metric):
-        log(*args, **kwargs)
-    elif given.arguments["sync_dist"]:
+        log(fx, name, value, **options)
+    elif options["sync_dist"]:
         if reduction not in lightning_internals.NEUTRAL:
             raise ValueError(
-                f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a"
-                " rank whose data has ended (uneven_inputs='pad') has no neutral value; valid are"
+                f"self.log({name!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose data has ended"
+                " (uneven_inputs='pad') has no neutral value; valid are"
                 f" {', '.join(map(repr, lightning_internals.NEUTRAL))}."
             )
-        tensor = torch.as_tensor(value)
         # Of integers, the default dtype of floats.
-        dtype = torch.result_type(tensor, 1.0)
-        neutral_value = torch.full_like(tensor, lightning_internals.NEUTRAL[reduction], dtype=dtype)
-        log(**{**given.arguments, "value": neutral_value, "batch_size": 0})
+        dtype = torch.result_type(value, 1.0)
+        neutral_value = torch.full_like(value, lightning_internals.NEUTRAL[reduction], dtype=dtype)
+        log(fx, name, neutral_value, **{**options, "batch_size": 0})

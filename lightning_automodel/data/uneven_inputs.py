@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.data.batches import (
     ERROR,
@@ -40,7 +42,7 @@ from lightning_automodel.data.samplers import (
     subset_number,
 )
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.collectives import full, gather_objects
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -215,33 +217,22 @@ class UnevenInputs:
                 " all ranks equally many batches (drop_last=True)."
             )
 
-    def leave_padding_out(self, log: Callable[..., None]) -> Callable[..., None]:
-        """``log``, by which what steps and hooks log for padding batches, also those of callbacks, does not count."""
-        module = self._trainer.lightning_module
+    def log(self, log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
+        """Call the ``log`` of what a loop collects, with whole tensors; what is of a padding batch does not count.
 
-        @wraps(log)
-        def log_data(*args: Any, **kwargs: Any) -> None:
-            hook = lightning_internals.current_hook(module) or ""
-            if not self.is_training or "epoch" in hook or hook == "on_train_start":
-                log(*args, **kwargs)
+        Of a ``DTensor`` Lightning would read this rank's part. ``fx`` is the hook that has logged the value.
+        """
+        value = apply_to_collection(value, DTensor, full)
+        self._logging = name
+        try:
+            if not self.is_training or "epoch" in fx or fx == "on_train_start":
+                log(fx, name, value, **options)
                 return
             log_batch = partial(log_neutral, log) if self.is_filler else log
-            self._run_in_step(partial(log_batch, *args, **kwargs))  # a mean is over the ranks that have data
-
-        return log_data
-
-    def name_reductions(self, log: Callable[..., None]) -> Callable[..., None]:
-        """``log``, for :meth:`note_reduction`."""
-
-        @wraps(log)
-        def log_by_name(name: str, *args: Any, **kwargs: Any) -> None:
-            self._logging = name
-            try:
-                log(name, *args, **kwargs)
-            finally:
-                self._logging = ""
-
-        return log_by_name
+            # A mean is over the ranks that have data.
+            self._run_in_step(partial(log_batch, fx, name, value, **options))
+        finally:
+            self._logging = ""
 
     def note_reduction(self) -> None:
         """Note the name of a value that is reduced as it is logged: :meth:`compare_ranks` compares them."""

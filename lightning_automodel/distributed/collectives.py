@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -160,11 +159,6 @@ def full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     return tensor
-
-
-def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Call the ``log`` of a LightningModule with full tensors: a ``DTensor`` would be read as one rank's part."""
-    log(name, apply_to_collection(value, DTensor, full), *args, **kwargs)
 
 
 def reduce_tensor(

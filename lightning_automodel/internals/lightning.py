@@ -146,6 +146,13 @@ def is_trainer_drawing() -> bool:
     return False
 
 
+def results_of(trainer: Trainer) -> list[Any]:
+    """What is logged: in training, in validations within it, and in the other stages."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [loop._results for loop in loops]
+
+
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
@@ -226,9 +233,8 @@ def reduce_metrics_by_name(
             results.update(logged)
         return metrics(on_step)
 
-    epoch_loop = trainer.fit_loop.epoch_loop
-    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        patches.set(loop._results, "metrics", partial(metrics_of, loop._results, loop._results.metrics))
+    for results in results_of(trainer):
+        patches.set(results, "metrics", partial(metrics_of, results, results.metrics))
 
 
 def compute_metrics_again(trainer: Trainer) -> None:

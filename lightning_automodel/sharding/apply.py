@@ -186,10 +186,16 @@ def initialise_fsdp2(
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
-    A collective over the world. Tensors on the meta device are skipped.
+    A collective over the world. Tensors on the meta device are skipped. ValueError for sparse ones.
     """
     named = torch_internals.named_tensors(model)
     with_values = [(name, tensor) for name, tensor in named.items() if not tensor.is_meta]
+    for name, tensor in with_values:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name} is sparse, and cannot be sent to other ranks: keep it as a plain attribute, equal on all ranks"
+                f" (self.{name} = ..., without register_buffer), and move it to self.device in setup."
+            )
     for group, copied in copies(with_values, mesh).items():
         broadcast_tensors([part for _, tensor in copied for part in _plain_parts(tensor)], group)
 

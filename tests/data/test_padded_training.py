@@ -61,6 +61,10 @@ class Padded(LabelledModule):
         batch.clear()
         return {"loss": loss, "num_label_tokens": tokens}
 
+    def log(self, *args: Any, **options: Any) -> None:  # type: ignore[override]
+        """As modules have one that adds to names or options."""
+        super().log(*args, **options)
+
 
 class Reports(Callback):
     def __init__(self) -> None:

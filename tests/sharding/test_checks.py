@@ -96,6 +96,12 @@ class Assigns(Net):
         self.load_state_dict(Net().state_dict(), assign=True)
 
 
+class SparseBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(4).to_sparse())
+
+
 class Sparse(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +176,12 @@ REFUSED = {
     "assigns": refused(Assigns, "AttributeError: load_state_dict(..., assign=True), or an initialiser", {}),
     "sparse": refused(
         Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True).", {}
+    ),
+    "sparse-buffer": Refused(
+        SparseBuffer,
+        ("ValueError: neighbours is sparse, and cannot be sent",),
+        batches,
+        {"per_token_loss": False},
     ),
     "several-dtypes": refused(
         SeveralDtypes,
