@@ -64,8 +64,6 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.after = full_weights(pl_module)
 
-    on_test_end = on_train_end
-
 
 @dataclass
 class Run:

@@ -28,7 +28,6 @@ others; rl4co's baseline is the mean of each rank's batch, and batch normalizati
 
 RAGGED = {
     "anomalib",
-    "deeptab_tangos",
     "litgpt",
     "torch_geometric",
     "webdataset",
@@ -318,94 +317,3 @@ def nequip(run: Run) -> None:
     batches = {"collate_fn": AtomicDataDict.batched_from_list, "batch_size": run.batch_size}
     loaders = [DataLoader([molecule(number) for number in range(NUM_SAMPLES)], **batches) for _ in range(2)]
     run.fit(module, *loaders, strategy=run.strategy(**EQUAL_BATCHES))
-
-
-def pina(run: Run) -> None:
-    """A physics-informed network for an inverse problem, whose unknowns are in a dict of the problem."""
-    from pina import Condition, LabelTensor, Trainer
-    from pina.domain import CartesianDomain
-    from pina.equation import Equation
-    from pina.model import FeedForward
-    from pina.operator import grad
-    from pina.optim import TorchOptimizer
-    from pina.problem import InverseProblem, SpatialProblem
-    from pina.solver import PINN
-
-    # Two batches for training, one for each of the others.
-    points = torch.linspace(0, 1, 4 * NUM_SAMPLES).unsqueeze(1)
-
-    def decay(inputs: Any, outputs: Any, unknown: dict[str, Tensor]) -> Any:
-        slope = grad(outputs, inputs, components=["u"], d=["x"])
-        return slope + unknown["rate"] * outputs.extract(["u"])
-
-    class Decay(SpatialProblem, InverseProblem):
-        output_variables = ["u"]  # noqa: RUF012
-        spatial_domain = CartesianDomain({"x": [0, 1]})
-        unknown_parameter_domain = CartesianDomain({"rate": [0, 2]})
-        domains = {}  # noqa: RUF012
-        conditions = {  # noqa: RUF012
-            "D": Condition(input=LabelTensor(points, ["x"]), equation=Equation(decay)),
-            "data": Condition(
-                input=LabelTensor(points, ["x"]), target=LabelTensor(torch.exp(-1.3 * points), ["u"])
-            ),
-        }
-
-    problem = Decay()
-    problem.unknown_parameters["rate"] = torch.nn.Parameter(torch.tensor([0.3]))
-    solver = PINN(
-        problem,
-        FeedForward(input_dimensions=1, output_dimensions=1, layers=[8, 8]),
-        TorchOptimizer(torch.optim.SGD, lr=0.02, momentum=0.9),
-    )
-    run.recorder.keeps_optimizer = True
-    options = run.options(run.strategy(**EQUAL_BATCHES))
-    shares = {"train_size": 0.5, "val_size": 0.25, "test_size": 0.25}
-    trainer = Trainer(solver, batch_size=run.batch_size // 2, **shares, shuffle=False, **options)
-    solver.register_parameter("rate", problem.unknown_parameters["rate"])  # which Trainer(...) has made anew
-    if run.loads:
-        trainer.test(ckpt_path=run.ckpt_path, weights_only=False)
-    else:
-        trainer.train(ckpt_path=run.ckpt_path, weights_only=False)
-
-
-def deeptab_tangos(run: Run) -> None:
-    """A network over tables whose loss has a penalty on its Jacobian."""
-    from deeptab.architectures.experimental.tangos import Tangos
-    from deeptab.configs import TangosConfig
-
-    _fit_table(run, Tangos, TangosConfig(layer_sizes=[8, 4], dropout=0.0, subsample=0))
-
-
-def _fit_table(run: Run, architecture: type, config: Any) -> None:
-    import pandas as pd
-    from deeptab.configs import PreprocessingConfig
-    from deeptab.core.preprocessing import build_preprocessor
-    from deeptab.data import TabularDataModule
-    from deeptab.training import TaskModel
-
-    values = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 3)).astype(np.float32)
-    table = pd.DataFrame(values, columns=["a", "b", "c"])
-    target = np.sin(values).sum(axis=1)
-    data = TabularDataModule(
-        build_preprocessor(
-            PreprocessingConfig(numerical_preprocessing="standardization"), task="regression"
-        ),
-        batch_size=run.batch_size,
-        shuffle=False,
-        regression=True,
-        X_val=table,
-        y_val=target,
-    )
-    data.preprocess_data(table, target)
-    data.setup("fit")
-    loaders = data.train_dataloader(), data.val_dataloader()
-    module = TaskModel(
-        model_class=architecture,
-        config=config,
-        feature_information=(data.num_feature_info, data.cat_feature_info, data.embedding_feature_info),
-        lr=0.02,
-        lr_patience=10,
-        lr_factor=0.1,
-        weight_decay=0.0,
-    )
-    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch[1])))
