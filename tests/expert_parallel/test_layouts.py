@@ -246,26 +246,14 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
 # --- A callback -------------------------------------------------------------------------------------------------------
 
 
-class Grouped(SpreadModule):
-    """Keeps a process group on the module, which no copy of it can have."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.group = self.device_mesh["expert_parallel"].get_group()
-
-    def __init__(self, model: MixtureDecoder) -> None:
-        super().__init__(model)
-        self.group = None
-
-
 def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
     check = ExactnessCheck(steps=1)
-    fit(options, Grouped, callbacks=[check], accumulate=1, max_steps=2)
+    fit(options, callbacks=[check], accumulate=1, max_steps=2)
     return check.verdict, check.report
 
 
 def test_exactness_check(pool4: RankPool) -> None:
-    """Rank 0 replays with all experts, by the module before `configure_model`."""
+    """Windows of spread experts are replayed too."""
     for verdict, report in pool4.run(_checked, {}):
         assert verdict == "exact", report
 
