@@ -686,9 +686,12 @@ TRAININGS: dict[str, Training] = {
     **manual(MANUAL),
     # What is wrong, and why.
     "lightning": wrong(says=WEIGH, strategy="lightning"),
-    "lightning, half": wrong(
-        says="is right, their share", strategy="lightning", trainer={"precision": "bf16-mixed"}
-    ),
+    **{
+        f"lightning, {precision}": wrong(
+            says="is right, their share", strategy="lightning", trainer={"precision": precision}
+        )
+        for precision in ("bf16-mixed", "bf16-true")
+    },
     "one process, unequal": wrong(says="Micro-batches weigh 50 % in the gradients, where", strategy="one"),
     "a wrong shift": wrong(says="label_shift=", options={"label_shift": 1}),
     "class weights": wrong(
