@@ -83,23 +83,6 @@ def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
         assert found.grad_norm == pytest.approx(float(norms[-1]), rel=TOLERANCE)
 
 
-class ClippedByTorch(SpreadModule):
-    """Clips as in a plain loop, over the gradients of two meshes; shards of six experts are uneven."""
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), CLIP)
-
-
-def test_clipped_by_torch(pool4: RankPool) -> None:
-    unclipped, clipped = (
-        plain_weights(MixtureDecoder(6), ACCUMULATE, CASE, clip=clip)
-        for clip in (lambda _: None, partial(nn.utils.clip_grad_norm_, max_norm=CLIP))
-    )
-    assert weight_error(unclipped, clipped) > 1e-3, "nothing was clipped"
-    for found in pool4.run(fit, {}, ClippedByTorch, number=6):
-        assert weight_error(found.weights, clipped) <= TOLERANCE
-
-
 # --- Modules of many kinds --------------------------------------------------------------------------------------------
 
 

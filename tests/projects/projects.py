@@ -22,16 +22,11 @@ WITHOUT_RESUMING = {"darts", "gluonts"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed
 run of ours draws what the stopped one would have drawn, and Lightning's does not."""
 
-AS_DDP = {"anomalib_ganomaly", "gluonts", "rl4co"}
+AS_DDP = {"gluonts", "rl4co"}
 """Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process
-others; rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
+others; rl4co's baseline is the mean of each rank's batch."""
 
-RAGGED = {
-    "anomalib",
-    "litgpt",
-    "torch_geometric",
-    "webdataset",
-}
+RAGGED = {"anomalib", "torch_geometric", "webdataset"}
 """Projects with a count, by which micro-batches of unequal size are weighed; Lightning's ddp weighs them alike."""
 
 EQUAL_BATCHES = {"per_token_loss": False}
@@ -145,35 +140,6 @@ def webdataset(run: Run) -> None:
     run.fit(Classifier(), *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch[1])))
 
 
-def litgpt(run: Run) -> None:
-    """Its GPT, in the LightningModule of its README."""
-    import litgpt as package
-    from litgpt.utils import chunked_cross_entropy
-
-    class LitGPT(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = package.GPT(
-                package.Config(
-                    block_size=16,
-                    padded_vocab_size=32,
-                    n_layer=2,
-                    n_head=2,
-                    n_embd=16,
-                    rotary_percentage=1.0,
-                )
-            )
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            logits = self.model(batch["input_ids"])
-            return chunked_cross_entropy(logits[..., :-1, :], batch["labels"][..., 1:])
-
-    tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    loaders = [DataLoader(rows, run.batch_size) for _ in range(2)]
-    run.fit(LitGPT(), *loaders, strategy=run.strategy(label_shift=1))
-
-
 def gluonts(run: Run) -> None:
     """Forecasts by a feed-forward network; loaders without length, windows at random."""
     from gluonts.dataset.common import ListDataset
@@ -225,35 +191,14 @@ def darts(run: Run) -> None:
 
 def anomalib(run: Run) -> None:
     """A normalizing flow over features of a frozen network; batches are dataclasses that validate themselves."""
+    from anomalib.callbacks import ModelCheckpoint
+    from anomalib.data import ImageBatch, ImageItem
+    from anomalib.engine import Engine
     from anomalib.models import Fastflow
 
     run.recorder.learning_rate = 1e-5
     images = Fastflow.configure_pre_processor(image_size=(64, 64))
     module = Fastflow(pre_trained=False, flow_steps=2, pre_processor=images, visualizer=False)
-    _fit_images(run, module, run.strategy(count="samples"))
-
-
-def anomalib_ganomaly(run: Run) -> None:
-    """Two networks against each other, with batch normalization, under manual optimization."""
-    from anomalib.models import Ganomaly
-
-    run.recorder.keeps_optimizer = True
-    module = Ganomaly(
-        batch_size=run.batch_size,
-        n_features=4,
-        latent_vec_size=8,
-        lr=1e-3,
-        pre_processor=Ganomaly.configure_pre_processor(image_size=(32, 32)),
-        visualizer=False,
-    )
-    _fit_images(run, module, run.strategy(**EQUAL_BATCHES, find_unused_parameters=True))
-
-
-def _fit_images(run: Run, module: Any, strategy: Any) -> None:
-    from anomalib.callbacks import ModelCheckpoint
-    from anomalib.data import ImageBatch, ImageItem
-    from anomalib.engine import Engine
-
     images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     is_damaged = torch.arange(NUM_SAMPLES) % 2 == 1
     masks = torch.zeros(NUM_SAMPLES, 64, 64)
@@ -263,7 +208,7 @@ def _fit_images(run: Run, module: Any, strategy: Any) -> None:
         for image, label, mask in zip(images, is_damaged, masks, strict=True)
     ]
     loaders = [DataLoader(items, run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
-    options = run.options(strategy, callbacks=run.callbacks(ModelCheckpoint))
+    options = run.options(run.strategy(count="samples"), callbacks=run.callbacks(ModelCheckpoint))
     # It numbers folders of its own in there, and ranks would meet.
     engine = Engine(**{**options, "default_root_dir": f"{run.directory}-{torch.distributed.get_rank()}"})
     if run.loads:

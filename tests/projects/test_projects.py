@@ -34,22 +34,14 @@ HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "repl
 
 PASSED_TO_STRATEGY = {
     "anomalib": '`count="samples"`',
-    "anomalib_ganomaly": "`per_token_loss=False`; replicated `find_unused_parameters`",
     "darts": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
     "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
-    "litgpt": "`label_shift=1`",
     "nequip": "`per_token_loss=False`",
     "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
     "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
     "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
 }
-PACKAGES = {"anomalib_ganomaly": "anomalib"}
-"""Of projects that have another name."""
-
-NOT_CHECKED = {
-    **{("nequip", way): "losses differ in the replay" for way in HEADER[3:6]},
-    ("anomalib_ganomaly", HEADER[3]): "under manual optimization DDPStrategy does not tell",
-}
+NOT_CHECKED = {("nequip", way): "losses differ in the replay" for way in HEADER[3:6]}
 """Of which project, trained in which way, `ExactnessCheck` says nothing on several ranks, with the reason."""
 
 
@@ -96,8 +88,8 @@ def test_project(name: str, tmp_path: Path, table: dict[str, dict[str, str]]) ->
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"no environment in {ENVIRONMENT}: bash tests/projects/make_environment")
     results = run_on_two_ranks(name, tmp_path)
-    package = PACKAGES.get(name, name.replace("_", "-"))
-    row = [name, VERSIONS[package], PASSED_TO_STRATEGY[name], *(shown(results[way]) for way in HEADER[3:6])]
+    release = VERSIONS[name.replace("_", "-")]
+    row = [name, release, PASSED_TO_STRATEGY[name], *(shown(results[way]) for way in HEADER[3:6])]
     table[name] = dict(zip(HEADER, [*row, str(datetime.date.today())], strict=True))
     for way in HEADER[3:6]:
         assert "failure" not in results[way], results[way]["failure"]
