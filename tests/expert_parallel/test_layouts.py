@@ -53,21 +53,13 @@ TWO_BATCHES = replace(CASE, num_ranks=2)
 CLIP = 0.3
 MODES: dict[str, dict[str, Any]] = {
     "kept": {},
-    "all ranks": {"expert_parallel_size": 4},
-    "hsdp": {"data_parallel_replicate_size": 2},
     "hsdp, all-reduce": {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"},
-    "hsdp, undeferred": {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": False},
-    "resharded": {"reshard_during_accumulation": True, "prefetch": 2},
-    "undeferred": {"defer_fsdp_grad_sync": False},
-    "recomputed": {"activation_checkpointing": True},
-    "selective": {"activation_checkpointing": "selective"},
-    "counted ahead": {"count_window_ahead": True},
-    "offloaded": {"cpu_offload": True},
     "units of experts": {"auto_wrap_policy": {Experts}},
     "units of experts, recomputed": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
     "one unit": {"auto_wrap_policy": set()},
     "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
 }
+"""`tests/search` draws the others."""
 
 
 @pytest.mark.every_case
