@@ -22,9 +22,8 @@ WITHOUT_RESUMING = {"darts", "gluonts"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed
 run of ours draws what the stopped one would have drawn, and Lightning's does not."""
 
-AS_DDP = {"gluonts", "rl4co"}
-"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process
-others; rl4co's baseline is the mean of each rank's batch."""
+AS_DDP = {"gluonts"}
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others."""
 
 RAGGED = {"anomalib", "torch_geometric", "webdataset"}
 """Projects with a count, by which micro-batches of unequal size are weighed; Lightning's ddp weighs them alike."""
@@ -46,31 +45,6 @@ def series(count: int = NUM_SAMPLES) -> np.ndarray:
     """[count, SERIES_LENGTH] sines of various phases."""
     steps = np.arange(SERIES_LENGTH) / 4
     return np.stack([np.sin(steps + phase) for phase in range(count)]).astype(np.float32)
-
-
-def rl4co(run: Run) -> None:
-    """REINFORCE of an attention model that builds tours, greedily."""
-    from rl4co.envs import TSPEnv
-    from rl4co.models import AttentionModel
-
-    module = AttentionModel(
-        TSPEnv(generator_params={"num_loc": 6}, seed=0),
-        baseline="mean",
-        policy_kwargs={
-            "embed_dim": 16,
-            "num_encoder_layers": 2,
-            "num_heads": 2,
-            "normalization": "layer",
-            "feedforward_hidden": 16,
-            "train_decode_type": "greedy",
-        },
-        batch_size=run.batch_size,
-        train_data_size=NUM_SAMPLES,
-        val_data_size=NUM_SAMPLES,
-        test_data_size=NUM_SAMPLES,
-    )
-    module.hparams.pop("policy")  # the model: sharded, it could not be pickled with a checkpoint
-    run.fit(module, strategy=run.strategy(**EQUAL_BATCHES))
 
 
 def torch_geometric(run: Run) -> None:

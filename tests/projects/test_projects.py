@@ -37,7 +37,6 @@ PASSED_TO_STRATEGY = {
     "darts": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
     "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
     "nequip": "`per_token_loss=False`",
-    "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
     "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
     "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
 }
