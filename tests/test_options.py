@@ -42,6 +42,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"label_shift": True}, ValueError, f"label_shift {LEAST} 0, got True."),
         ({"reshard_after_forward": 1}, ValueError, f"{RESHARD} 1."),
         ({"device_mesh": (2, 2)}, TypeError, "device_mesh must be DeviceMesh or None, got (2, 2)."),
+        ({"mp_policy": "bf16"}, TypeError, "mp_policy must be MixedPrecisionPolicy or None, got 'bf16'."),
         ({"ddp_comm_hook": 3}, TypeError, "ddp_comm_hook must be Callable or None, got 3."),
         ({"ignore_index": True}, TypeError, "ignore_index must be int, got True."),
         ({"compile": "yes"}, TypeError, "compile must be bool or dict, got 'yes'."),

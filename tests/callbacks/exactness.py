@@ -113,8 +113,12 @@ def partly_detached(module: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss + loss.detach() / 2
 
 
+class Named(Tensor):
+    """As torchvision's tensors, whose operations make others of their class."""
+
+
 def contrastive(module: Any, batch: Any) -> Tensor:
-    features = F.normalize(module.net(batch[0]))
+    features = F.normalize(module.net(batch[0])).as_subclass(Named)
     return F.cross_entropy(3 * features @ features.T, torch.arange(len(features)))
 
 
@@ -199,25 +203,6 @@ def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, Light
 # --- What has been tried with kinds of trainings ----------------------------------------------------------------------
 
 
-class Dropping(Writer):
-    """Draws from every generator that the replay sets."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.2)
-        self.generator = torch.Generator().manual_seed(7)
-        self.calls = 0
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        self.calls += 1
-        moved = batch["input_ids"] + torch.randint(
-            0, WORDS, batch["input_ids"].shape, generator=self.generator
-        )
-        moved = moved + random.randrange(WORDS)
-        return super().loss({**batch, "input_ids": moved % WORDS}) * (
-            1 + 0.1 * self.calls + self.trainer.global_step
-        )
-
-
 class Augmentation:
     """No module: an object with a generator and a number."""
 
@@ -231,7 +216,7 @@ class Augmentation:
 
 
 class Remembering(Writer):
-    """Keeps state in all places that are no buffer or number, of which the loss depends on each."""
+    """Keeps state and draws from generators in all places, of which the loss depends on each."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
@@ -249,7 +234,12 @@ class Remembering(Writer):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         ids = self.net.augmentation(self.augmentation(batch["input_ids"])) + self.python.randrange(WORDS)
-        ids = ids + int(self.generators["numpy"].integers(WORDS)) + self.generators["legacy"].randint(WORDS)
+        ids = (
+            ids
+            + random.randrange(WORDS)
+            + int(self.generators["numpy"].integers(WORDS))
+            + self.generators["legacy"].randint(WORDS)
+        )
         self.phases["names"].append(self.phases["names"][-1] + "b")
         self.phases["counts"]["a"] += 1
         self.outputs.append(ids)
@@ -258,7 +248,7 @@ class Remembering(Writer):
         if not hasattr(self, "cached"):
             self.cached = float(batch["input_ids"].sum())
         weight = self.cached + float(self.total.sum() + self.made)
-        weight += len(self.phases["names"][-1]) + self.phases["counts"]["a"]
+        weight += len(self.phases["names"][-1]) + self.phases["counts"]["a"] + self.trainer.global_step
         return super().loss({**batch, "input_ids": ids % WORDS}) * weight
 
     def remembered(self) -> bytes:
@@ -282,19 +272,13 @@ class Clamping(Writer):
         return super().training_step(batch, batch_idx)
 
 
-class Uncopyable(Writer):
-    """Holds what cannot be copied, and functions that hold the module."""
+class UsesStream(Writer):
+    """Draws from what cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stream = (number for number in range(3))
-        self.apply_net = lambda ids: self.net(ids)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self.apply_net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
-
-
-class UsesStream(Uncopyable):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         next(self.stream, None)
         return super().loss(batch)
@@ -322,32 +306,6 @@ class ClippingBackward(Writer):
         if logits.requires_grad:
             logits.register_hook(lambda gradient: gradient / gradient.norm())
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-class Named(Tensor):
-    """As torchvision's and pina's tensors, whose operations make others of their class."""
-
-
-class Wrapped(Writer):
-    """Its own ``forward`` is a function that has closed over the method, and over a wrapper of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        method = self.forward
-
-        def doubled(ids: Tensor) -> Tensor:
-            return 2 * method(ids)
-
-        def forward(ids: Tensor) -> Tensor:
-            return 1 + doubled(ids).as_subclass(Named)
-
-        self.forward = forward
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.net(ids)
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self.forward(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
 class Graphs(Writer):
@@ -702,7 +660,6 @@ TRAININGS: dict[str, Training] = {
     "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
     "ddp": Training(strategy="ddp", check={"steps": 2}),
     "one process": Training(says="were not seen", data=lambda _: sentences(0, equal=True), strategy="one"),
-    "random numbers": Training(Dropping, EACH),
     "half precision": Training(trainer={"precision": "bf16-mixed"}),
     "uneven": Training(
         data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
@@ -712,7 +669,6 @@ TRAININGS: dict[str, Training] = {
     "contrastive": Training(partial(Classifier, contrastive), **OF_IMAGES),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
     "states": Training(Remembering, EACH),
-    "a wrapped forward": Training(Wrapped),
     # Gradients are judged as autograd leaves them, whatever is done to them later.
     "overrides": Training(Clipping, **OVERRIDDEN),
     "overrides, one process": Training(Clipping, strategy="one", trainer=SINGLE, **OVERRIDDEN),
@@ -730,9 +686,12 @@ TRAININGS: dict[str, Training] = {
     **manual(MANUAL),
     # What is wrong, and why.
     "lightning": wrong(says=WEIGH, strategy="lightning"),
-    "lightning, half": wrong(
-        says="is right, their share", strategy="lightning", trainer={"precision": "bf16-mixed"}
-    ),
+    **{
+        f"lightning, {precision}": wrong(
+            says="is right, their share", strategy="lightning", trainer={"precision": precision}
+        )
+        for precision in ("bf16-mixed", "bf16-true")
+    },
     "one process, unequal": wrong(says="Micro-batches weigh 50 % in the gradients, where", strategy="one"),
     "a wrong shift": wrong(says="label_shift=", options={"label_shift": 1}),
     "class weights": wrong(

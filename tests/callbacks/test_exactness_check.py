@@ -308,12 +308,3 @@ def test_no_false_alarm(strategy: str, precision: str, numbers: list[int], pool2
     training = (strategy, precision, strategy == "lightning")
     found = pool2.run(random_verdicts, numbers, *training, timeout_s=300)[0]
     assert [each for each in found if each[1] != "exact"] == []
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_power(precision: str, pool2: RankPool) -> None:
-    """On unequal counts Lightning's ddp is called wrong."""
-    found = pool2.run(random_verdicts, [0, 1, 2], "lightning", precision, timeout_s=300)[0]
-    unequal = [each for each in found if "were not seen" not in each[2]]
-    assert len(unequal) > 1
-    assert [each for each in unequal if each[1] != "wrong"] == []

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ from tests.checkpoint.checkpoints import (
 from tests.processes import forked
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.runs import mean_loss
+from tests.trainer.plain import train_model_plainly
+from tests.trainer.runs import CASE
 
 PATIENCE_S = 60
 
@@ -421,20 +423,18 @@ def expected_weights(num_steps: int) -> list[dict[str, Tensor]]:
     """Weights after each step of an undisturbed run of plain PyTorch on the same batches, from 0 steps on."""
     module = AdamModule()
     configured = module.configure_optimizers()
-    optimizer = configured["optimizer"]
     schedule = configured["lr_scheduler"]["scheduler"]
-    data = list(batches())
-    weights = [{name: value.clone() for name, value in module.state_dict().items()}]
-    for step in range(num_steps):
-        first = step * ACCUMULATE % NUM_BATCHES
-        window = data[first : first + ACCUMULATE]
-        num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-        optimizer.zero_grad()
-        loss = torch.stack([mean_loss(module.model, batch, "sum") for batch in window]).sum()
-        (loss / max(num_label_tokens, 1)).backward()
-        optimizer.step()
+    weights = [full_weights(module)]
+
+    def end_step(*_: Any) -> None:
         schedule.step()
-        weights.append({name: value.clone() for name, value in module.state_dict().items()})
+        weights.append(full_weights(module))
+
+    optimizer = configured["optimizer"]
+    optimizer.register_step_post_hook(end_step)
+    settings: dict[str, Any] = {"epochs": num_steps, "max_steps": num_steps, "by_rank": [list(batches())]}
+    case = replace(CASE, num_batches=NUM_BATCHES)
+    train_model_plainly(module.model, ACCUMULATE, case, make_optimizer=lambda _: optimizer, **settings)
     return weights
 
 

@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, context_parallel_attention
 from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, full_weights, weight_error
-from tests.trainer.plain import fill, sgd
+from tests.trainer.plain import fill, plain_weights, sgd
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, make_trainer
 
@@ -84,6 +85,11 @@ class Run:
         replicas = self.num_ranks if self.layout == "hsdp" else 1
         options |= {"data_parallel_replicate_size": replicas, "defer_fsdp_grad_sync": self.defer}
         return {**options, "reshard_during_accumulation": self.reshard}
+
+    @property
+    def last_window(self) -> int:
+        """Micro-batches of a rank in it."""
+        return (self.num_batches - 1) % self.accumulation + 1
 
     @property
     def clip(self) -> dict[str, Any]:
@@ -237,29 +243,23 @@ def whole(run: Run, batch: Batch) -> Batch:
 
 
 @functools.cache
-def train_plainly(
-    run: Run, make_module: type[DecoderModule] = DecoderModule
-) -> tuple[dict[str, Tensor], float, int]:
+def train_plainly(run: Run) -> tuple[dict[str, Tensor], float, float]:
     """Weights, and the last window's loss and label tokens, of one process."""
-    module = make_module(run)
-    optimizer = module.configure_optimizers()
-    for start in range(0, run.num_batches, run.accumulation):
-        window = [
-            whole(run, each)
-            for batches in batches_by_rank(run)
-            for each in batches[start : start + run.accumulation]
-        ]
-        count = sum(count_used(run, batch) for batch in window)
-        optimizer.zero_grad()
-        loss = torch.stack([module.loss(batch, "sum") for batch in window]).sum() / max(count, 1)
-        loss.backward()
-        parameters = list(module.parameters())
-        if run.clipping == "norm":
-            nn.utils.clip_grad_norm_(parameters, run.clip["gradient_clip_val"])
-        elif run.clipping == "value":
-            nn.utils.clip_grad_value_(parameters, run.clip["gradient_clip_val"])
-        optimizer.step()
-    return full_weights(module), loss.item(), count
+    seen: list[tuple[Tensor, float]] = []
+
+    def sums(module: Any, batch: Batch) -> tuple[Tensor, float]:
+        seen.append((module.loss(batch, "sum"), count_used(run, batch)))
+        return seen[-1]
+
+    clips: Any = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_, "none": lambda *_: 0}
+    settings: dict[str, Any] = {
+        "case": Case(seed=run.seed, num_batches=run.num_batches),
+        "clip": lambda parameters: clips[run.clipping](parameters, run.clip.get("gradient_clip_val")),
+        "by_rank": [[whole(run, batch) for batch in batches] for batches in batches_by_rank(run)],
+    }
+    weights = plain_weights(DecoderModule(run), run.accumulation, sums=sums, **settings)
+    losses, counts = zip(*seen[-run.last_window * run.num_ranks :], strict=True)
+    return weights, float(sum(losses)) / max(sum(counts), 1), sum(counts)
 
 
 def data_rank(run: Run) -> int:
@@ -270,14 +270,11 @@ def loader(run: Run) -> DataLoader:
     return DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
 
 
-def fit(
-    run: Run, make_module: type[DecoderModule] = DecoderModule
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+def fit(run: Run) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Runs on every rank: full weights, and the last step's report."""
-    module = make_module(run)
+    module = DecoderModule(run)
     strategy = AutomodelStrategy(**run.options)
-    accumulation = run.accumulation if module.automatic_optimization else 1
-    make_trainer(strategy, accumulate_grad_batches=accumulation, **run.clip).fit(module, loader(run))
+    make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
     report = strategy.last_step
     assert report is not None
     assert strategy.describe()["gradient_divisor"] == dist.get_world_size() // run.tensor
@@ -303,11 +300,10 @@ RUNS = {
 def test_as_one_process(request: pytest.FixtureRequest, run: Run) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{run.num_ranks * run.context * run.tensor}")
     weights, loss, count = train_plainly(run)
-    last_window = (run.num_batches - 1) % run.accumulation + 1
     for trained, report in pool.run(fit, run):
         assert weight_error(trained, weights) <= TOLERANCE
         assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
-        assert report["num_micro_batches"] == last_window * run.num_ranks
+        assert report["num_micro_batches"] == run.last_window * run.num_ranks
         assert (
             math.isnan(report["loss"])
             if count == 0

@@ -219,46 +219,22 @@ def test_a_step_that_draws_its_batches(pool2: RankPool) -> None:
         pool2.run(_draw_to_train, (4, 2))
 
 
-class LogsInHook(LabelledModule):
-    def on_validation_batch_end(self, *args: Any) -> None:
-        self.log("x", 1.0, on_step=True, on_epoch=True, sync_dist=True)
-
-
-class LogsEachStep(LabelledModule):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("x", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
-
-
-class GathersInHook(LabelledModule):
-    def on_validation_batch_start(self, *args: Any) -> None:
-        self.all_gather(torch.ones(1))
-
-
-class ReadsWeights(LabelledModule):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("norm", sum(weight.norm() for weight in self.parameters()))
-
-
-class ReadsLogDirectory(LabelledModule):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.path = self.trainer.log_dir
-
-
-class CallsModelInHook(LabelledModule):
-    def on_validation_batch_end(self, outputs: Any, batch: Batch, *args: Any) -> None:
-        self(batch)
-
-
-class WaitsInHook(LabelledModule):
-    def on_validation_batch_end(self, *args: Any) -> None:
-        self.trainer.strategy.barrier("each batch")
-
-
-class SavesInHook(LabelledModule):
-    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.trainer.save_checkpoint("never written")
+SYNCED: dict[str, Any] = {"on_step": True, "on_epoch": True, "batch_size": 1, "sync_dist": True}
+START, END, STEP = "on_validation_batch_start", "on_validation_batch_end", "validation_step"
+COMMUNICATES: dict[str, tuple[str, Any]] = {
+    "logs in a hook": (END, lambda module, *_: module.log("x", 1.0, **SYNCED)),
+    "logs each step": (STEP, lambda module, batch, _: module.log("x", module(batch), **SYNCED)),
+    "gathers": (START, lambda module, *_: module.all_gather(torch.ones(1))),
+    "reads weights": (
+        STEP,
+        lambda module, *_: module.log("norm", sum(p.norm() for p in module.parameters())),
+    ),
+    "reads the log directory": (STEP, lambda module, *_: print(module.trainer.log_dir)),
+    "calls the model": (END, lambda module, outputs, batch, *_: print(module(batch).shape)),
+    "waits": (END, lambda module, *_: module.trainer.strategy.barrier("each batch")),
+    "saves": (END, lambda module, *args: args[2] == 3 and module.trainer.save_checkpoint("never written")),
+}
+"""Where a module communicates, and how."""
 
 
 class GathersFirst(LabelledModule):
@@ -273,7 +249,8 @@ class GathersFirst(LabelledModule):
             float(sum(weight.norm() for weight in self.parameters()))
 
 
-def _validate(module: Any, counts: tuple[int, int]) -> None:
+def _validate(how: str, counts: tuple[int, int]) -> None:
+    module: Any = type("Communicates", (LabelledModule,), dict([COMMUNICATES[how]]))
     make_trainer(strategy()).validate(module(), loader_of(counts), verbose=False)
 
 
@@ -284,24 +261,13 @@ def _validate_twice() -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("module", "where"),
-    [
-        (LogsInHook, "on_validation_batch_end"),
-        (LogsEachStep, "validation_step"),
-        (GathersInHook, "on_validation_batch_start"),
-        (ReadsWeights, "validation_step"),
-        (ReadsLogDirectory, "validation_step"),
-        (CallsModelInHook, "on_validation_batch_end"),
-        (WaitsInHook, "on_validation_batch_end"),
-        (SavesInHook, "on_validation_batch_end"),
-    ],
-)
-def test_communication_within_a_batch(pool2: RankPool, module: Any, where: str) -> None:
+@pytest.mark.parametrize("how", COMMUNICATES)
+def test_communication_within_a_batch(pool2: RankPool, how: str) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
+    where, _ = COMMUNICATES[how]
     with pytest.raises(RankError, match=f"within {where}, but not on rank 1, whose data has ended"):
-        pool2.run(_validate, module, (4, 3))
-    assert pool2.run(_validate, module, (3, 3)) == [None, None]
+        pool2.run(_validate, how, (4, 3))
+    assert pool2.run(_validate, how, (3, 3)) == [None, None]
 
 
 def test_communication_before_any_rank_has_ended(pool2: RankPool) -> None:

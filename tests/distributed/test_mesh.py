@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -128,6 +129,22 @@ def _adopted() -> tuple[int, list[float]]:
 def test_views_of_a_callers_mesh_make_no_second_group(pool4: RankPool) -> None:
     """Its shards and its data-parallel ranks are the same."""
     assert [made for made, _ in pool4.run(_adopted)] == [0] * 4
+
+
+def _shard_group_waits(seconds: float) -> None:
+    mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=2), timedelta(seconds=seconds))
+    if dist.get_rank() % 2 == 1:
+        time.sleep(1)
+        return
+    with pytest.raises(RuntimeError, match="Timed out waiting 300ms"):
+        dist.all_reduce(torch.ones(1), group=mesh.mesh["data_parallel_shard"].get_group())
+
+
+def test_timeout_reaches_the_groups_of_the_mesh(pool4: RankPool) -> None:
+    """Not only the default group, which has the timeout of whoever made it."""
+    pool4.run(_shard_group_waits, 0.3)
+    # The groups' short timeout and their broken connections must not reach the tests that come after.
+    pool4.stop()
 
 
 # --- A mesh that the caller built: what its dimensions may be called --------------------------------------------------

@@ -53,21 +53,13 @@ TWO_BATCHES = replace(CASE, num_ranks=2)
 CLIP = 0.3
 MODES: dict[str, dict[str, Any]] = {
     "kept": {},
-    "all ranks": {"expert_parallel_size": 4},
-    "hsdp": {"data_parallel_replicate_size": 2},
     "hsdp, all-reduce": {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"},
-    "hsdp, undeferred": {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": False},
-    "resharded": {"reshard_during_accumulation": True, "prefetch": 2},
-    "undeferred": {"defer_fsdp_grad_sync": False},
-    "recomputed": {"activation_checkpointing": True},
-    "selective": {"activation_checkpointing": "selective"},
-    "counted ahead": {"count_window_ahead": True},
-    "offloaded": {"cpu_offload": True},
     "units of experts": {"auto_wrap_policy": {Experts}},
     "units of experts, recomputed": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
     "one unit": {"auto_wrap_policy": set()},
     "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
 }
+"""`tests/search` draws the others."""
 
 
 @pytest.mark.every_case
@@ -81,23 +73,6 @@ def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
     for found in pool4.run(fit, options, gradient_clip_val=CLIP):
         assert weight_error(found.weights, expected) <= TOLERANCE
         assert found.grad_norm == pytest.approx(float(norms[-1]), rel=TOLERANCE)
-
-
-class ClippedByTorch(SpreadModule):
-    """Clips as in a plain loop, over the gradients of two meshes; shards of six experts are uneven."""
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), CLIP)
-
-
-def test_clipped_by_torch(pool4: RankPool) -> None:
-    unclipped, clipped = (
-        plain_weights(MixtureDecoder(6), ACCUMULATE, CASE, clip=clip)
-        for clip in (lambda _: None, partial(nn.utils.clip_grad_norm_, max_norm=CLIP))
-    )
-    assert weight_error(unclipped, clipped) > 1e-3, "nothing was clipped"
-    for found in pool4.run(fit, {}, ClippedByTorch, number=6):
-        assert weight_error(found.weights, clipped) <= TOLERANCE
 
 
 # --- Modules of many kinds --------------------------------------------------------------------------------------------
@@ -246,26 +221,14 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
 # --- A callback -------------------------------------------------------------------------------------------------------
 
 
-class Grouped(SpreadModule):
-    """Keeps a process group on the module, which no copy of it can have."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.group = self.device_mesh["expert_parallel"].get_group()
-
-    def __init__(self, model: MixtureDecoder) -> None:
-        super().__init__(model)
-        self.group = None
-
-
 def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
     check = ExactnessCheck(steps=1)
-    fit(options, Grouped, callbacks=[check], accumulate=1, max_steps=2)
+    fit(options, callbacks=[check], accumulate=1, max_steps=2)
     return check.verdict, check.report
 
 
 def test_exactness_check(pool4: RankPool) -> None:
-    """Rank 0 replays with all experts, by the module before `configure_model`."""
+    """Windows of spread experts are replayed too."""
     for verdict, report in pool4.run(_checked, {}):
         assert verdict == "exact", report
 

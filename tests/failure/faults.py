@@ -338,19 +338,12 @@ def run_once(cell: Cell, folder: Path) -> Outcome:
     processes = started_ranks(train, cell, folder)
     others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
     with killed_at_the_end(processes):
-        deadline = time.monotonic() + PATIENCE_S
-        waited_for = {processes[rank].sentinel for rank in others}
-        while waited_for and (ready := wait(waited_for, max(0.0, deadline - time.monotonic()))):
-            waited_for.difference_update(ready)
+        exit_statuses([processes[rank] for rank in others], PATIENCE_S)
         end = time.monotonic()
-        if cell.leaves:
-            processes[cell.rank].join(max(0.0, deadline - end))
-        for process in processes:
-            process.join(0 if process.is_alive() else None)
-        statuses = {rank: process.exitcode for rank, process in enumerate(processes)}
+        statuses = dict(enumerate(exit_statuses(processes, PATIENCE_S if cell.leaves else 0.0)))
     happened = folder / "happened"
     since = float(happened.read_text()) if happened.exists() else float("nan")
-    outputs = {rank: (folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(WORLD_SIZE)}
+    outputs = dict(enumerate(outputs_in(folder, WORLD_SIZE)))
     raised = [folder / f"raised{rank}" for rank in others]
     all_raised = all(each.exists() for each in raised)
     raised_s = max(float(each.read_text()) for each in raised) - since if all_raised else None
@@ -369,6 +362,11 @@ def started_ranks(
     for process in processes:
         process.start()
     return processes
+
+
+def outputs_in(folder: Path, world_size: int) -> list[str]:
+    """What each rank has printed."""
+    return [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(world_size)]
 
 
 def exit_statuses(processes: list[Any], patience_s: float) -> tuple[int | None, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.flight_recorder import fr_trace
 from lightning_automodel import initialize_distributed
 from lightning_automodel.distributed.collectives import named_barrier
 from tests.distributed.launched import Launched, place
-from tests.failure.faults import become_rank, exit_statuses, killed_at_the_end, started_ranks
+from tests.failure.faults import become_rank, exit_statuses, killed_at_the_end, outputs_in, started_ranks
 from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def _outputs(folder: Path, run: Callable[..., None], *arguments: str) -> list[st
     ranks = started_ranks(run, list(arguments), folder, WORLD_SIZE)
     with killed_at_the_end(ranks):
         statuses = exit_statuses(ranks, PATIENCE_S)
-    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(WORLD_SIZE)]
+    outputs = outputs_in(folder, WORLD_SIZE)
     assert statuses == (1,) * WORLD_SIZE, outputs
     return outputs
 

@@ -36,6 +36,7 @@ from tests.failure.faults import (
     exit_statuses,
     killed_at_the_end,
     make_trainer,
+    outputs_in,
     started_ranks,
 )
 from tests.processes import forked
@@ -386,8 +387,7 @@ def _run(row: Row, folder: Path) -> tuple[tuple[int | None, ...], list[str]]:
         ending = [rank for rank, status in zip(ranks, row.statuses, strict=True) if status is not None]
         exit_statuses(ending, PATIENCE_S)
         statuses = tuple(rank.exitcode for rank in ranks)
-    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(ranks))]
-    return statuses, outputs
+    return statuses, outputs_in(folder, len(ranks))
 
 
 @pytest.fixture(scope="module")

@@ -215,8 +215,7 @@ def test_trainings_again_and_again_in_one_process(tmp_path: Path) -> None:
     processes = faults.started_ranks(_train_again_and_again, queue, tmp_path, 2)
     with faults.killed_at_the_end(processes):
         statuses = faults.exit_statuses(processes, 240)
-    logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
-    assert statuses == (0, 0), logs
+    assert statuses == (0, 0), faults.outputs_in(tmp_path, 2)
     found = sorted((queue.get(timeout=5) for _ in processes), key=lambda counts: counts[-1]["sockets"])
     for counts in found:
         assert len(counts) == ROUNDS

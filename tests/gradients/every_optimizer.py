@@ -2,7 +2,7 @@
 
 `python -m tests.gradients.every_optimizer --ranks 2` prints the table of `docs/optimizers.md`; the package
 is no dependency of the tests. An optimizer is made by its own constructor, with what it asks for. It trains
-an epoch on shards, is saved, and resumes for another one: on as many ranks, and on one rank.
+an epoch on shards, is saved, and resumes for another one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.data.tensors import tensors_in
@@ -30,7 +28,7 @@ from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import full_weights, micro_batches
 from tests.trainer.plain import ModelModule, filled_decoder, windows
-from tests.trainer.runs import CASE, make_trainer, mean_loss
+from tests.trainer.runs import CASE, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3  # windows of 3, 3 and 2
 NUM_EPOCHS = 2
@@ -41,7 +39,7 @@ RIGHT = "right"
 REFUSED = "refused"
 OWN_ERROR = "own error"
 SEVERAL_CLOSURES = ("torch.optim.LBFGS", "pytorch_optimizer.lbfgs")
-"""Their windows have one micro-batch of each rank, so that one rank cannot resume them."""
+"""Their windows have one micro-batch of each rank."""
 REFUSALS = ("is an object that holds sharded tensors",)
 
 
@@ -163,24 +161,20 @@ def step_alone(module: ModelModule, optimizer: Any, case: Case, window: list[int
 def train_sharded(
     name: str, case: Case, step: str, path: str, num_epochs: int = NUM_EPOCHS
 ) -> dict[str, Tensor]:
-    """Runs on every rank, which may be one: weights of a fit with FSDP2 that saves to ``path``, or resumes from it."""
+    """Runs on every rank: weights of a fit with FSDP2 that saves to ``path``, or resumes from it."""
     warnings.simplefilter("ignore")
-    by_rank = micro_batches(case)
-    num_parts = case.num_ranks // dist.get_world_size()  # of the data of so many ranks
-    own = by_rank[dist.get_rank() * num_parts :][:num_parts]
-    batches = [batch for together in zip(*own, strict=True) for batch in together]
     module = AnyOptimizer(name)
     trainer = make_trainer(
         AutomodelStrategy(optimizer_step=step),
         precision="64-true",
-        accumulate_grad_batches=accumulate(name) * num_parts,
+        accumulate_grad_batches=accumulate(name),
         max_epochs=num_epochs,
     )
     resumes = num_epochs == NUM_EPOCHS
     # The states of some hold objects of their own classes.
     trainer.fit(
         module,
-        DataLoader(batches, batch_size=None),
+        loader(case),
         ckpt_path=path if resumes else None,
         weights_only=False if resumes else None,
     )
@@ -189,21 +183,17 @@ def train_sharded(
     return full_weights(module)
 
 
-def train_and_resume(pools: list[RankPool], name: str, case: Case, step: str, resumes: bool) -> Any:
-    """Weights on each rank: of a fit on the first of ``pools``, or of those on each that resume it."""
+def train_and_resume(pool: RankPool, name: str, case: Case, step: str, resumes: bool) -> Any:
+    """Weights on each rank: of a fit, or of the one that resumes it."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/saved.ckpt"
-        found = pools[0].run(train_sharded, name, case, step, path, 1)
-        if not resumes:
-            return found
-        return [weights for pool in pools for weights in pool.run(train_sharded, name, case, step, path)]
+        found = pool.run(train_sharded, name, case, step, path, 1)
+        return pool.run(train_sharded, name, case, step, path) if resumes else found
 
 
-def outcome(pools: list[RankPool], name: str, step: str) -> tuple[str, str]:
+def outcome(pool: RankPool, name: str, step: str) -> tuple[str, str]:
     """What becomes of an optimizer, and a note."""
-    case = dataclasses.replace(CASE, num_ranks=pools[0].num_ranks)
-    if name in SEVERAL_CLOSURES:
-        pools = pools[:1]
+    case = dataclasses.replace(CASE, num_ranks=pool.num_ranks)
     start = full_weights(AnyOptimizer(name))
     try:
         expected, epsilon = train_alone(name, case, resumes=False)
@@ -215,7 +205,7 @@ def outcome(pools: list[RankPool], name: str, step: str) -> tuple[str, str]:
     except Exception:
         resumes = False
     try:
-        found = train_and_resume(pools, name, case, step, resumes)
+        found = train_and_resume(pool, name, case, step, resumes)
     except RankError as error:
         text = next(iter(error.failures.values())).strip()
         refusal = next((text[text.index(start) :] for start in REFUSALS if start in text), None)
@@ -249,16 +239,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--step", choices=["auto", "shards", "whole"], default="auto", help="optimizer_step")
     parser.add_argument("--only", nargs="*", help="names")
     chosen = parser.parse_args(arguments)
-    pools = [RankPool(chosen.ranks), RankPool(1)]
+    pool = RankPool(chosen.ranks)
     counts: Counter[str] = Counter()
     try:
         for name in chosen.only or names():
-            verdict, note = outcome(pools, name, chosen.step)
+            verdict, note = outcome(pool, name, chosen.step)
             counts[verdict] += 1
             print(f"| `{name}` | {verdict} | {' '.join(note.split())} |", flush=True)
     finally:
-        for pool in pools:
-            pool.stop()
+        pool.stop()
     print(dict(counts))
     return 0 if counts.keys() <= {RIGHT, REFUSED, OWN_ERROR} else 1
 

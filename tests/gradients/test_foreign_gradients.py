@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, full_weights, weight_error
+from tests.trainer.exactness import full_weights, weight_error
+from tests.trainer.plain import sgd
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer, warnings_of
 
 WIDTH = 5
@@ -68,7 +69,7 @@ class Net(nn.Module):
 def batch_of(rank: int, index: int) -> Batch:
     """[b, d] inputs and [b] labels, b differs by rank and index."""
     generator = torch.Generator().manual_seed(100 * rank + index)
-    rows = 2 + 3 * rank + index % 3
+    rows = 2 + 3 * rank + index % 2
     inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
 
@@ -92,7 +93,7 @@ class Trains(LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        return sgd(self)
 
 
 def fit_or_error(
@@ -119,22 +120,26 @@ def plainly(
     trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
     prepare: Callable[[Net], Any] = lambda net: None,
     count: Callable[[Batch], int] = lambda batch: len(batch[1]),
+    net: Any = None,
 ) -> dict[str, Tensor]:
     """Weights of one process.
 
     ``sums`` gives [] the sum of the losses of a batch, ``trains`` what the backwards train, ``prepare`` changes the
-    network, and ``count`` says how much a batch weighs.
+    network, and ``count`` says how much a batch weighs. Another ``net`` is told its number of calls, as of one rank.
     """
-    net = Net()
+    net = Net() if net is None else net
     prepare(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = sgd(net)
     for start in range(0, NUM_BATCHES, accumulate):
-        batches = [
-            batch_of(rank, index) for rank in range(num_ranks) for index in range(start, start + accumulate)
-        ]
         optimizer.zero_grad()
-        mean = sum(sums(net, batch) for batch in batches) / sum(map(count, batches))
-        mean.backward(inputs=list(trains(net)))  # type: ignore[union-attr]
+        total = torch.zeros((), dtype=torch.float64)
+        counted = 0
+        for index in range(start, start + accumulate):
+            for rank in range(num_ranks):
+                net.calls, batch = index, batch_of(rank, index)
+                total = total + sums(net, batch)
+                counted += count(batch)
+        (total / counted).backward(inputs=[p for p in trains(net) if p.requires_grad])
         optimizer.step()
     return full_weights(net)
 

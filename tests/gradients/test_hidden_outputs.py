@@ -126,8 +126,8 @@ MODELS: dict[str, type[nn.Module]] = {
 class ForwardByHand(RowModuleByHand):
     """Does forwards that no backward follows, which leave parameters gathered that the step makes stale."""
 
-    def after_backward(self, batch: Tensor) -> None:
-        self.model.losses(batch)
+    def after_backward(self, batch: Any) -> None:
+        self.net.losses(batch[0])
 
 
 LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {

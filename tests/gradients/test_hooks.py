@@ -124,28 +124,23 @@ def test_who_clips_for_himself(pool2: RankPool, options: dict[str, Any]) -> None
 class HookedStrategy(AutomodelStrategy):
     """Notes what the hooks of a strategy around its backward find: the loss, shards, and gradients."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.noted: list[tuple[str, bool, bool, bool]] = []
+    noted: tuple[tuple[str, bool, bool, bool], ...] = ()
 
-    def _note(self, hook: str, loss: Tensor) -> None:
+    def pre_backward(self, closure_loss: Tensor, hook: str = "pre_backward") -> None:
         parameters = list(self.lightning_module.parameters())
         are_shards = all(isinstance(parameter, DTensor) for parameter in parameters)
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        self.noted.append((hook, loss.requires_grad, are_shards, has_gradients))
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._note("pre_backward", closure_loss)
+        self.noted += ((hook, closure_loss.requires_grad, are_shards, has_gradients),)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        self._note("post_backward", closure_loss)
+        self.pre_backward(closure_loss, "post_backward")
 
 
-def _hooked(options: dict[str, Any]) -> list[tuple[str, bool, bool, bool]]:
+def _hooked(options: dict[str, Any]) -> list[Any]:
     strategy = HookedStrategy(**options)
     trainer = make_trainer(strategy, accumulate_grad_batches=2, limit_train_batches=2)
     trainer.fit(ModelModule(decoder()), loader())
-    return strategy.noted
+    return list(strategy.noted)
 
 
 @pytest.mark.every_case

@@ -47,6 +47,15 @@ def of_probabilities(labels: Tensor) -> Tensor:
     return ce(SOFT[: len(labels)].float(), weight=WEIGHT.float())
 
 
+def of_an_image(labels: Tensor) -> Tensor:
+    logits = torch.ones(1, CLASSES, len(labels), 1, requires_grad=True) * 1.0
+    return F.cross_entropy(logits, labels[None, :, None])
+
+
+def each(labels: Tensor) -> Tensor:
+    return ce(labels, reduction="none")
+
+
 def squares(labels: Tensor) -> Tensor:
     return torch.ones(len(labels), requires_grad=True).square()
 
@@ -88,6 +97,20 @@ SAID: dict[str, Case] = {
     "boxes of all ranks": ({}, lambda y: squares(y).sum() / (len(y) + 2), len, "as the num_boxes of DETR"),
     "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
     "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, used, None),
+    # Counted by samples, of which one label is ignored: what is read of the graph is told.
+    "smoothed": ({}, lambda y: ce(y, label_smoothing=0.1), len, "by 4 in one micro-batch and by 2"),
+    "in float64": ({}, lambda y: ce(y).double(), len, "by 4 in one micro-batch and by 2"),
+    "an image": ({}, of_an_image, len, "by 4 in one micro-batch and by 2"),
+    "a mean of two": ({}, lambda y: torch.stack([ce(y), ce(y)]).mean(), len, "divided by 8"),
+    "a masked sum": ({}, lambda y: (squares(y) * (y >= 0)).sum() / used(y), len, "divided by 4"),
+    "a mean by hand": ({}, lambda y: each(y).mean(), used, "by 4 in one micro-batch and by 3"),
+    "a mean of sums": ({}, lambda y: each(y.repeat(2)).view(2, -1).sum(-1).mean(), used, "divided by 2"),
+    # Nothing can be said of these.
+    "weighed by a parameter": ({}, lambda y: torch.ones((), requires_grad=True) * ce(y), len, None),
+    "not linear": ({}, lambda y: ce(y).square(), len, None),
+    "a mean of others": ({}, lambda y: squares(y).mean(), used, None),
+    "a mean of means": ({}, lambda y: squares(y.repeat(2)).view(-1, 2).mean(-1).mean(), used, None),
+    "a mean of sums of others": ({}, lambda y: squares(y.repeat(2)).view(-1, 2).sum(-1).mean(), used, None),
 }
 
 
@@ -102,7 +125,7 @@ def test_a_count_that_contradicts_the_loss_is_told(
     accumulate: int,
     as_tensor: bool,
 ) -> None:
-    """Once, and in words of what the loss does."""
+    """Once, in words of what the loss does; nothing is of a release of torch that names its functions otherwise."""
     told: list[str] = []
     looks = FirstLooks(LightningModule(), TokenWeighting(**options))
     for labels in (ONE, OTHER, OTHER, ONE, OTHER):
@@ -214,68 +237,8 @@ def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, engine: str) ->
     assert not told
 
 
-# --- What a loss divides by, read from its graph ----------------------------------------------------------------------
-
-LABELS = torch.tensor([0, 2, -100, 1])
-
-
-def logits() -> Tensor:
-    return torch.linspace(-1, 1, 4 * CLASSES, dtype=torch.float64).view(4, CLASSES).requires_grad_()
-
-
-def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    return F.cross_entropy(logits(), *args, **kwargs)
-
-
-def summed_loss() -> Tensor:
-    return cross_entropy(LABELS, reduction="sum")
-
-
-def of_each_label() -> Tensor:
-    return cross_entropy(LABELS, reduction="none")
-
-
-def mean_of_two() -> Tensor:
-    return torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean()
-
-
-def of_an_image() -> Tensor:
-    return F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None])
-
-
-TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
-    "smoothed": (
-        lambda: cross_entropy(LABELS, label_smoothing=0.1),
-        [LossTerm("labels", 3, 0.9), LossTerm("numbers", 3, 0.1 / 3)],
-    ),
-    "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("cross-entropies", 4)]),
-    "in float32": (lambda: cross_entropy(LABELS).float(), [LossTerm("labels", 3)]),
-    "an image": (of_an_image, [LossTerm("labels", 3)]),
-    "a sum over a number": (lambda: summed_loss() / 7, [LossTerm("cross-entropies", 7)]),
-    "a mean by hand": (lambda: of_each_label().mean(), [LossTerm("cross-entropies", 4)]),
-    "a mean of two": (mean_of_two, [LossTerm("labels", 6), LossTerm("labels", 6)]),
-    "weighed by a parameter": (lambda: torch.ones((), requires_grad=True) * cross_entropy(LABELS), []),
-    "not linear": (lambda: cross_entropy(LABELS).square(), []),
-    "a mean of others": (lambda: logits().square().mean(), []),
-    "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
-    "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
-    "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
-    "a mean of sums of cross-entropies": (
-        lambda: of_each_label().view(2, 2).sum(-1).mean(),
-        [LossTerm("cross-entropies", 2)],
-    ),
-    "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
-}
-
-
 def test_a_dispatch_mode_does_not_disturb() -> None:
     """In it torch cannot read the tensors that it has made of Python numbers."""
     with FlopCounterMode(display=False):
-        assert loss_terms(cross_entropy(LABELS) / 7) == []
-        assert loss_terms(cross_entropy(LABELS)) == [LossTerm("labels", 3)]
-
-
-@pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
-def test_what_a_loss_divides_by(loss: Callable[[], Tensor], terms: list[LossTerm]) -> None:
-    """Of a release of torch that names its functions otherwise, nothing would be known."""
-    assert loss_terms(loss()) == terms
+        assert loss_terms(summed(ONE) / 7) == []
+        assert loss_terms(ce(ONE)) == [LossTerm("labels", 4)]

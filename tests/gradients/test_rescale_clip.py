@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_automodel import barrier_and_log, clip_gradients, reduce_loss, rescale_gradients
+from lightning_automodel.distributed.collectives import reduce_tensor
 from lightning_automodel.gradients.rescale_clip import clip_gradient_values
 from tests.gradients.ragged import TOLERANCE, full
 from tests.rank_pool import RankPool
@@ -211,6 +212,23 @@ def test_losses_and_denominators_are_summed(
         assert loss.dtype in (torch.promote_types(dtype, torch.float32), torch.float64)
         assert loss.item() == pytest.approx(sum(map(sum, losses)), rel=1e-15)
         assert total.item() == denominator
+
+
+def _means_of_integers() -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    groups = (dist.group.WORLD, alone)
+    of_both, of_one = (
+        reduce_tensor(torch.tensor(rank), group, "mean", torch.device("cpu")) for group in groups
+    )
+    return of_both, of_one
+
+
+def test_mean_of_integers(pool2: RankPool) -> None:
+    """Exact; of one rank it stays an integer, and Lightning's metrics float32."""
+    for rank, (of_both, of_one) in enumerate(pool2.run(_means_of_integers)):
+        assert of_both == 0.5
+        assert (of_one, of_one.dtype) == (rank, torch.int64)
 
 
 def _log_after_a_late_rank() -> float:

@@ -19,10 +19,6 @@ LABELS = torch.tensor([[3, -100, 5, 1], [-100, -100, -100, 2]])
 BATCH = {"labels": LABELS, "targets": torch.tensor([[7, 0, 0]])}
 
 
-def _number(count: Any) -> float:
-    return count.item() if isinstance(count, Tensor) else count
-
-
 @pytest.mark.parametrize(
     ("options", "output", "count"),
     [
@@ -35,22 +31,16 @@ def _number(count: Any) -> float:
         ({"count_label_tokens": lambda batch: batch["labels"].numel()}, None, 8),
         ({"count_label_tokens": lambda batch: torch.tensor([[6]]), "label_key": "none"}, None, 6),
         ({}, {"num_label_tokens": 2}, 2),
+        ({}, {"num_label_tokens": torch.ones(1, requires_grad=True) * 3}, 3),
         ({"count_label_tokens": lambda batch: 8}, {"num_label_tokens": torch.tensor(9)}, 9),
         ({"per_token_loss": False}, {"num_label_tokens": 2}, 1),
         ({"per_token_loss": False, "count_label_tokens": lambda batch: 8}, None, 1),
     ],
 )
 def test_ways_of_counting(options: dict[str, Any], output: Any, count: int) -> None:
-    """What is returned comes before the function of the batch, and that before the labels."""
-    assert _number(TokenWeighting(**options).count(BATCH, output)) == count
-
-
-def test_counts_stay_on_the_device() -> None:
-    """A tensor is neither read on the host nor followed by autograd."""
-    told = torch.ones(1, requires_grad=True) * 3
-    count = TokenWeighting().count(BATCH, {"num_label_tokens": told})
-    assert isinstance(count, Tensor)
-    assert (count.shape, count.requires_grad) == ((), False)
+    """What is returned comes before the function of the batch, and that before the labels; autograd follows none."""
+    found = torch.as_tensor(TokenWeighting(**options).count(BATCH, output))
+    assert (found.item(), found.shape, found.requires_grad) == (count, (), False)
 
 
 def test_labels_that_are_no_tensor() -> None:

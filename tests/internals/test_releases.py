@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from lightning_automodel.internals import releases
 from lightning_automodel.internals.releases import TESTED_RELEASES, UnsupportedReleaseError
-from tests.private_names import foreign_names, private_names_by_file
+from tests.private_names import private_names_by_file
 
 
 def test_private_names_are_in_one_room() -> None:
@@ -21,19 +20,7 @@ def test_private_names_are_in_one_room() -> None:
         if Path(file).parent != Path("internals")
     }
     assert outside == {}
-
-
-def test_names_are_found() -> None:
-    """Each way of reaching for one, in a module of a package that defines ``_mine``."""
-    source = """
-from torch._dynamo import OptimizedModule
-from torch.nn import _reduction as reduction
-import torch._C
-module._mine = module._theirs
-vars(module).pop("_by_string")
-"""
-    names = foreign_names(ast.parse(source), {"_mine"})
-    assert names == {"_dynamo", "_reduction", "_C", "_theirs", "_by_string"}
+    assert len(private_names_by_file()["internals/fsdp2.py"]) > 10
 
 
 @pytest.mark.parametrize(

@@ -40,18 +40,16 @@ COUNTING = ("per_token_loss", "count", "count_label_tokens")
 
 
 class Recorder(Callback):
-    """Trains with SGD unless a project keeps its optimizer, and keeps weights at both ends of a fit."""
+    """Trains with SGD, and keeps weights at both ends of a fit."""
 
     def __init__(self) -> None:
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
         self.num_validations = 0
-        self.keeps_optimizer = False
         self.learning_rate = 0.02
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not self.keeps_optimizer:
-            type(pl_module).configure_optimizers = lambda module: self._sgd(module)
+        type(pl_module).configure_optimizers = lambda module: self._sgd(module)
         self.before = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
 
     def _sgd(self, module: LightningModule) -> torch.optim.Optimizer:
@@ -63,8 +61,6 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.after = full_weights(pl_module)
-
-    on_test_end = on_train_end
 
 
 @dataclass
@@ -98,20 +94,15 @@ class Run:
         return self.is_ragged and self.num_ranks > 1
 
     def strategy(self, **options: Any) -> Any:
-        """What a user passes as Trainer(strategy=...); ``find_unused_parameters`` is for all that replicate."""
+        """What a user passes as Trainer(strategy=...)."""
         if self.is_checked:
             told = {
                 name: value for name, value in options.items() if name in COUNTING and self.way not in OURS
             }
             self.check = ExactnessCheck(**told)
-        finds_unused = options.pop("find_unused_parameters", False)
         if self.way in OURS:
-            if finds_unused and self.way == "replicated":
-                options["ddp_kwargs"] = {"find_unused_parameters": True}
             return AutomodelStrategy(**OURS[self.way], **options)
-        if self.way == "one process":
-            return "auto"
-        return "ddp_find_unused_parameters_true" if finds_unused else "ddp"
+        return "auto" if self.way == "one process" else "ddp"
 
     def callbacks(self, saving: type[ModelCheckpoint]) -> list[Callback]:
         """The Trainer's; some projects know checkpoints of their own class alone."""

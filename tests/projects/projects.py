@@ -22,17 +22,10 @@ WITHOUT_RESUMING = {"darts", "gluonts"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed
 run of ours draws what the stopped one would have drawn, and Lightning's does not."""
 
-AS_DDP = {"anomalib_ganomaly", "gluonts", "rl4co"}
-"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process
-others; rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
+AS_DDP = {"gluonts"}
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others."""
 
-RAGGED = {
-    "anomalib",
-    "deeptab_tangos",
-    "litgpt",
-    "torch_geometric",
-    "webdataset",
-}
+RAGGED = {"anomalib", "torch_geometric", "webdataset"}
 """Projects with a count, by which micro-batches of unequal size are weighed; Lightning's ddp weighs them alike."""
 
 EQUAL_BATCHES = {"per_token_loss": False}
@@ -52,31 +45,6 @@ def series(count: int = NUM_SAMPLES) -> np.ndarray:
     """[count, SERIES_LENGTH] sines of various phases."""
     steps = np.arange(SERIES_LENGTH) / 4
     return np.stack([np.sin(steps + phase) for phase in range(count)]).astype(np.float32)
-
-
-def rl4co(run: Run) -> None:
-    """REINFORCE of an attention model that builds tours, greedily."""
-    from rl4co.envs import TSPEnv
-    from rl4co.models import AttentionModel
-
-    module = AttentionModel(
-        TSPEnv(generator_params={"num_loc": 6}, seed=0),
-        baseline="mean",
-        policy_kwargs={
-            "embed_dim": 16,
-            "num_encoder_layers": 2,
-            "num_heads": 2,
-            "normalization": "layer",
-            "feedforward_hidden": 16,
-            "train_decode_type": "greedy",
-        },
-        batch_size=run.batch_size,
-        train_data_size=NUM_SAMPLES,
-        val_data_size=NUM_SAMPLES,
-        test_data_size=NUM_SAMPLES,
-    )
-    module.hparams.pop("policy")  # the model: sharded, it could not be pickled with a checkpoint
-    run.fit(module, strategy=run.strategy(**EQUAL_BATCHES))
 
 
 def torch_geometric(run: Run) -> None:
@@ -146,35 +114,6 @@ def webdataset(run: Run) -> None:
     run.fit(Classifier(), *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch[1])))
 
 
-def litgpt(run: Run) -> None:
-    """Its GPT, in the LightningModule of its README."""
-    import litgpt as package
-    from litgpt.utils import chunked_cross_entropy
-
-    class LitGPT(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = package.GPT(
-                package.Config(
-                    block_size=16,
-                    padded_vocab_size=32,
-                    n_layer=2,
-                    n_head=2,
-                    n_embd=16,
-                    rotary_percentage=1.0,
-                )
-            )
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            logits = self.model(batch["input_ids"])
-            return chunked_cross_entropy(logits[..., :-1, :], batch["labels"][..., 1:])
-
-    tokens = torch.randint(32, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    loaders = [DataLoader(rows, run.batch_size) for _ in range(2)]
-    run.fit(LitGPT(), *loaders, strategy=run.strategy(label_shift=1))
-
-
 def gluonts(run: Run) -> None:
     """Forecasts by a feed-forward network; loaders without length, windows at random."""
     from gluonts.dataset.common import ListDataset
@@ -226,35 +165,14 @@ def darts(run: Run) -> None:
 
 def anomalib(run: Run) -> None:
     """A normalizing flow over features of a frozen network; batches are dataclasses that validate themselves."""
+    from anomalib.callbacks import ModelCheckpoint
+    from anomalib.data import ImageBatch, ImageItem
+    from anomalib.engine import Engine
     from anomalib.models import Fastflow
 
     run.recorder.learning_rate = 1e-5
     images = Fastflow.configure_pre_processor(image_size=(64, 64))
     module = Fastflow(pre_trained=False, flow_steps=2, pre_processor=images, visualizer=False)
-    _fit_images(run, module, run.strategy(count="samples"))
-
-
-def anomalib_ganomaly(run: Run) -> None:
-    """Two networks against each other, with batch normalization, under manual optimization."""
-    from anomalib.models import Ganomaly
-
-    run.recorder.keeps_optimizer = True
-    module = Ganomaly(
-        batch_size=run.batch_size,
-        n_features=4,
-        latent_vec_size=8,
-        lr=1e-3,
-        pre_processor=Ganomaly.configure_pre_processor(image_size=(32, 32)),
-        visualizer=False,
-    )
-    _fit_images(run, module, run.strategy(**EQUAL_BATCHES, find_unused_parameters=True))
-
-
-def _fit_images(run: Run, module: Any, strategy: Any) -> None:
-    from anomalib.callbacks import ModelCheckpoint
-    from anomalib.data import ImageBatch, ImageItem
-    from anomalib.engine import Engine
-
     images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     is_damaged = torch.arange(NUM_SAMPLES) % 2 == 1
     masks = torch.zeros(NUM_SAMPLES, 64, 64)
@@ -264,7 +182,7 @@ def _fit_images(run: Run, module: Any, strategy: Any) -> None:
         for image, label, mask in zip(images, is_damaged, masks, strict=True)
     ]
     loaders = [DataLoader(items, run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
-    options = run.options(strategy, callbacks=run.callbacks(ModelCheckpoint))
+    options = run.options(run.strategy(count="samples"), callbacks=run.callbacks(ModelCheckpoint))
     # It numbers folders of its own in there, and ranks would meet.
     engine = Engine(**{**options, "default_root_dir": f"{run.directory}-{torch.distributed.get_rank()}"})
     if run.loads:
@@ -318,94 +236,3 @@ def nequip(run: Run) -> None:
     batches = {"collate_fn": AtomicDataDict.batched_from_list, "batch_size": run.batch_size}
     loaders = [DataLoader([molecule(number) for number in range(NUM_SAMPLES)], **batches) for _ in range(2)]
     run.fit(module, *loaders, strategy=run.strategy(**EQUAL_BATCHES))
-
-
-def pina(run: Run) -> None:
-    """A physics-informed network for an inverse problem, whose unknowns are in a dict of the problem."""
-    from pina import Condition, LabelTensor, Trainer
-    from pina.domain import CartesianDomain
-    from pina.equation import Equation
-    from pina.model import FeedForward
-    from pina.operator import grad
-    from pina.optim import TorchOptimizer
-    from pina.problem import InverseProblem, SpatialProblem
-    from pina.solver import PINN
-
-    # Two batches for training, one for each of the others.
-    points = torch.linspace(0, 1, 4 * NUM_SAMPLES).unsqueeze(1)
-
-    def decay(inputs: Any, outputs: Any, unknown: dict[str, Tensor]) -> Any:
-        slope = grad(outputs, inputs, components=["u"], d=["x"])
-        return slope + unknown["rate"] * outputs.extract(["u"])
-
-    class Decay(SpatialProblem, InverseProblem):
-        output_variables = ["u"]  # noqa: RUF012
-        spatial_domain = CartesianDomain({"x": [0, 1]})
-        unknown_parameter_domain = CartesianDomain({"rate": [0, 2]})
-        domains = {}  # noqa: RUF012
-        conditions = {  # noqa: RUF012
-            "D": Condition(input=LabelTensor(points, ["x"]), equation=Equation(decay)),
-            "data": Condition(
-                input=LabelTensor(points, ["x"]), target=LabelTensor(torch.exp(-1.3 * points), ["u"])
-            ),
-        }
-
-    problem = Decay()
-    problem.unknown_parameters["rate"] = torch.nn.Parameter(torch.tensor([0.3]))
-    solver = PINN(
-        problem,
-        FeedForward(input_dimensions=1, output_dimensions=1, layers=[8, 8]),
-        TorchOptimizer(torch.optim.SGD, lr=0.02, momentum=0.9),
-    )
-    run.recorder.keeps_optimizer = True
-    options = run.options(run.strategy(**EQUAL_BATCHES))
-    shares = {"train_size": 0.5, "val_size": 0.25, "test_size": 0.25}
-    trainer = Trainer(solver, batch_size=run.batch_size // 2, **shares, shuffle=False, **options)
-    solver.register_parameter("rate", problem.unknown_parameters["rate"])  # which Trainer(...) has made anew
-    if run.loads:
-        trainer.test(ckpt_path=run.ckpt_path, weights_only=False)
-    else:
-        trainer.train(ckpt_path=run.ckpt_path, weights_only=False)
-
-
-def deeptab_tangos(run: Run) -> None:
-    """A network over tables whose loss has a penalty on its Jacobian."""
-    from deeptab.architectures.experimental.tangos import Tangos
-    from deeptab.configs import TangosConfig
-
-    _fit_table(run, Tangos, TangosConfig(layer_sizes=[8, 4], dropout=0.0, subsample=0))
-
-
-def _fit_table(run: Run, architecture: type, config: Any) -> None:
-    import pandas as pd
-    from deeptab.configs import PreprocessingConfig
-    from deeptab.core.preprocessing import build_preprocessor
-    from deeptab.data import TabularDataModule
-    from deeptab.training import TaskModel
-
-    values = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 3)).astype(np.float32)
-    table = pd.DataFrame(values, columns=["a", "b", "c"])
-    target = np.sin(values).sum(axis=1)
-    data = TabularDataModule(
-        build_preprocessor(
-            PreprocessingConfig(numerical_preprocessing="standardization"), task="regression"
-        ),
-        batch_size=run.batch_size,
-        shuffle=False,
-        regression=True,
-        X_val=table,
-        y_val=target,
-    )
-    data.preprocess_data(table, target)
-    data.setup("fit")
-    loaders = data.train_dataloader(), data.val_dataloader()
-    module = TaskModel(
-        model_class=architecture,
-        config=config,
-        feature_information=(data.num_feature_info, data.cat_feature_info, data.embedding_feature_info),
-        lr=0.02,
-        lr_patience=10,
-        lr_factor=0.1,
-        weight_decay=0.0,
-    )
-    run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch[1])))

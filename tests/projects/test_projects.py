@@ -34,34 +34,14 @@ HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "repl
 
 PASSED_TO_STRATEGY = {
     "anomalib": '`count="samples"`',
-    "anomalib_ganomaly": "`per_token_loss=False`; replicated `find_unused_parameters`",
     "darts": "`per_token_loss=False`; `import lightning_automodel.alias_pytorch_lightning`",
-    "deeptab_tangos": "`count_label_tokens=lambda batch: len(batch[1])`",
     "gluonts": "`per_token_loss=False, save_distributed_checkpoint=False`",
-    "litgpt": "`label_shift=1`",
     "nequip": "`per_token_loss=False`",
-    "pina": '`per_token_loss=False`; `solver.register_parameter("rate", problem.unknown_parameters["rate"])`',
-    "rl4co": '`per_token_loss=False`; `module.hparams.pop("policy")` if sharded',
     "torch_geometric": "`count_label_tokens=lambda batch: batch.num_graphs`",
     "webdataset": "`count_label_tokens=lambda batch: len(batch[1])`",
 }
-PACKAGES = {
-    "anomalib_ganomaly": "anomalib",
-    "deeptab_tangos": "deeptab",
-    "pina": "pina-mathlab",
-}
-"""Of projects that have another name."""
-
-NOT_CHECKED = {
-    **{("nequip", way): "losses differ in the replay" for way in HEADER[3:6]},
-    ("anomalib_ganomaly", HEADER[3]): "under manual optimization DDPStrategy does not tell",
-}
+NOT_CHECKED = {("nequip", way): "losses differ in the replay" for way in HEADER[3:6]}
 """Of which project, trained in which way, `ExactnessCheck` says nothing on several ranks, with the reason."""
-
-FAILS = {
-    ("pina", "sharded"): r"rate was used past the module: sharding has replaced this parameter",
-}
-"""What is known not to work, by project and way, with the message that says so."""
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +87,12 @@ def test_project(name: str, tmp_path: Path, table: dict[str, dict[str, str]]) ->
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"no environment in {ENVIRONMENT}: bash tests/projects/make_environment")
     results = run_on_two_ranks(name, tmp_path)
-    package = PACKAGES.get(name, name.replace("_", "-"))
-    row = [name, VERSIONS[package], PASSED_TO_STRATEGY[name], *(shown(results[way]) for way in HEADER[3:6])]
+    release = VERSIONS[name.replace("_", "-")]
+    row = [name, release, PASSED_TO_STRATEGY[name], *(shown(results[way]) for way in HEADER[3:6])]
     table[name] = dict(zip(HEADER, [*row, str(datetime.date.today())], strict=True))
     for way in HEADER[3:6]:
-        failure = results[way].get("failure")
-        if message := FAILS.get((name, way)):
-            assert failure is not None, f"{way} works now"
-            assert re.search(message, failure), failure
-        else:
-            assert failure is None, failure
-            assert_verdict_agrees(name, way, results[way])
+        assert "failure" not in results[way], results[way]["failure"]
+        assert_verdict_agrees(name, way, results[way])
 
 
 def assert_verdict_agrees(name: str, way: str, result: dict[str, Any]) -> None:

@@ -1,7 +1,4 @@
-"""The block that the search's module repeats, and the mixture of experts in it: by torch alone where experts are whole.
-
-Shapes: b rows, s positions, d width; n tokens, k experts chosen for each, e experts, h hidden width.
-"""
+"""The block that the search's module repeats. Shapes: b rows, s positions, d width."""
 
 from __future__ import annotations
 
@@ -9,49 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel import spread_experts
-from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
+from tests.expert_parallel.mixtures import Mixture
 from tests.search.data import WIDTH
 
 NUM_EXPERTS = 4
-HIDDEN = 3
-CHOSEN = 2
-
-
-class Mixture(nn.Module):
-    """Adds what the experts make of each token that a gate has chosen for them; drops none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, HIDDEN))
-        self.down = nn.Parameter(torch.empty(NUM_EXPERTS, HIDDEN, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, -2)  # [n, d]
-        probabilities = self.gate(tokens).softmax(-1)  # [n, e]
-        weights, chosen = probabilities.topk(CHOSEN)  # [n, k]
-        if isinstance(self.up, DTensor):
-            mesh = self.up.device_mesh["expert_parallel"]
-            mixed = dispatch_tokens(tokens, chosen, weights, NUM_EXPERTS, self._compute, mesh)
-        else:
-            of_expert = torch.zeros_like(probabilities).scatter(1, chosen, weights)
-            computed = torch.tanh(torch.einsum("nd,edh->neh", tokens, self.up))
-            mixed = torch.einsum("neh,ehd,ne->nd", computed, self.down, of_expert)
-        return hidden + mixed.view_as(hidden)
-
-    def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = zip(rows.split(counts), self.up.to_local(), self.down.to_local(), strict=True)
-        return torch.cat([torch.tanh(part @ up) @ down for part, up, down in parts])
 
 
 def spread(module: Any, mesh: Any) -> None:
     """What `configure_model` does."""
     for part in module.modules():
         if isinstance(part, Mixture):
-            spread_experts(part, mesh["expert_parallel"], names=["up", "down"])
+            spread_experts(part.experts, mesh["expert_parallel"])
 
 
 class Block(nn.Module):
@@ -63,7 +30,7 @@ class Block(nn.Module):
         self.counts = counter is not None
         self.clamps = clamps
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.mixture = Mixture() if mixes else nn.Identity()
+        self.mixture = Mixture(NUM_EXPERTS, WIDTH) if mixes else nn.Identity()
         if counter is not None:
             self.register_buffer("num_forwards", torch.zeros(()), persistent=counter == "persistent")
 

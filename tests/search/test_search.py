@@ -75,6 +75,7 @@ FOUND = {
     "gradients_by_spread_experts": Case(
         seed=464896, experts=2, num_batches=1, foreign=("parameters@before_step",)
     ),
+    "spread_experts_clipped_by_torch": Case(experts=2, num_batches=2, hooks=("clip_by_own_rule",)),
     "validated_and_saved_in_mid_window": Case(
         num_batches=5, accumulation=(3,), callbacks=("save_in_mid_window", "validate")
     ),

@@ -29,19 +29,12 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, filled_decoder, sgd, train_model_plainly, windows
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 
 EPOCHS = 2
 VALIDATE_EVERY = 2
 DECAY = 0.7
 WRONG = 1e-6
-OPTIONS = {
-    "kept": STRATEGIES["kept"],
-    "resharded": STRATEGIES["resharded"],
-    "hsdp": {"data_parallel_replicate_size": 2},
-    "units-gathered": {"reshard_during_accumulation": True, "reshard_after_forward": False},
-    "ddp": STRATEGIES["ddp"],
-}
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
 
 
@@ -114,9 +107,9 @@ def _fit(options: dict[str, Any], callbacks: list[Callback], **settings: Any) ->
     return module
 
 
-def _average(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], int]:
+def _average() -> tuple[dict[str, Tensor], list[float], int]:
     callback: Any = _ema()
-    module = _fit(options, [callback], val_check_interval=VALIDATE_EVERY)
+    module = _fit(STRATEGIES["kept"], [callback], val_check_interval=VALIDATE_EVERY)
     held = sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
         for parameter in callback._average_model.parameters()
@@ -124,23 +117,21 @@ def _average(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], i
     return state(module.model), module.losses, held
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "kept"))
-def test_average(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_average(pool2: RankPool) -> None:
     """Training ends with the average, every validation sees it, and no rank holds more of it than of the weights.
 
-    `tests/search` draws averages under everything else.
+    `tests/search` draws averages under everything else, on replicas too.
     """
     expected, losses = averaged_plainly()
     trained = Tempered()
     train_model_plainly(trained, ACCUMULATE, epochs=EPOCHS)
     total = sum(parameter.numel() for parameter in trained.parameters())
     assert weight_error(state(trained), expected) > WRONG, "an average differs"
-    for rank, (weights, found, held) in enumerate(pool2.run(_average, options)):
+    for rank, (weights, found, held) in enumerate(pool2.run(_average)):
         assert weight_error(weights, expected) <= TOLERANCE
         assert len(found) == len(losses)
         assert max(map(relative_error, found, [by_rank[rank] for by_rank in losses])) <= TOLERANCE
-        is_whole = options.keys() & {"data_parallel", "data_parallel_replicate_size"}
-        assert held == total if is_whole else held < 0.7 * total
+        assert held < 0.7 * total
 
 
 class SavesWithinValidation(Callback):

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import contains_hugging_face_causal_lm
-from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, full_weights, relative_error, weight_error
@@ -141,25 +139,11 @@ CLIP_NORM = 0.3
 
 
 class Adapted(OwnLoss):
-    """Notes between the micro-batches of a window whose gradients FSDP2 holds back; generates in the end."""
+    """Generates in the end."""
 
     def __init__(self) -> None:
         super().__init__(lora_llama())
-        self.held: list[set[str]] = []
         self.generated: list[int] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % ACCUMULATE and batch_idx + 1 < CAUSAL.num_batches:
-            params = [
-                param for group in fsdp2.groups_of(fsdp2.fsdp_units(self)) for param in group.fsdp_params
-            ]
-            held = [
-                str(param._param_fqn)
-                for param in params
-                if param.unsharded_accumulated_grad is not None
-                or GRAD.__get__(param.unsharded_param) is not None
-            ]
-            self.held.append(set(held))
 
     def on_train_end(self) -> None:
         self.generated = generate(self.model)
@@ -170,7 +154,7 @@ def generate(model: Any) -> list[int]:
     return model.generate(input_ids=torch.tensor([[1, 3, 5]]), max_new_tokens=8, do_sample=False)[0].tolist()
 
 
-def fit_adapted(options: dict[str, Any]) -> tuple[dict[str, Tensor], float, Any, Any, dict[str, Any]]:
+def fit_adapted(options: dict[str, Any]) -> tuple[dict[str, Tensor], float, Any, dict[str, Any]]:
     """Train from different weights on every rank."""
     module = Adapted()
     differ_by_rank(module)
@@ -178,7 +162,7 @@ def fit_adapted(options: dict[str, Any]) -> tuple[dict[str, Tensor], float, Any,
     settings = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP_NORM}
     make_trainer(strategy, **settings).fit(module, loader(CAUSAL))
     norm = float(strategy.last_step.grad_norm)
-    return full_weights(module), norm, module.held, module.generated, strategy.describe()
+    return full_weights(module), norm, module.generated, strategy.describe()
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
@@ -189,7 +173,7 @@ def test_lora(pool2: RankPool, options: dict[str, Any]) -> None:
     trainable = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     expected, norms = train_plainly(plain, CAUSAL, clip_norm=CLIP_NORM)
     assert min(norms) > CLIP_NORM
-    for weights, grad_norm, held, generated, described in pool2.run(fit_adapted, options):
+    for weights, grad_norm, generated, described in pool2.run(fit_adapted, options):
         assert weight_error(weights, prefixed(expected)) <= TOLERANCE
         assert all(
             torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before
@@ -197,6 +181,5 @@ def test_lora(pool2: RankPool, options: dict[str, Any]) -> None:
         assert relative_error(grad_norm, norms[-1]) <= TOLERANCE
         assert generated == generate(plain)
         if "data_parallel" not in options:
-            assert held == [{f"model.{name}" for name in trainable}] * 4
             adapter_bytes = sum(before[name].nbytes for name in trainable)
             assert described["estimated_extra_bytes"]["deferred_gradients"] == adapter_bytes

@@ -171,62 +171,46 @@ def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
         assert_trained(weights, [[0, 1, 2]])
 
 
-class SavesSamples(LabelledModule):
-    """Calls the model in the hook after which epochs end, as a GAN does that saves samples."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self(batch)
-        self.log(
-            "loss", loss.detach(), on_step=False, on_epoch=True, batch_size=1, prog_bar=True, sync_dist=True
-        )
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():
-            self.sample = self.model(torch.zeros(1, 7, dtype=torch.long))
-
-
-def _save_samples() -> float:
-    module = SavesSamples()
-    strategy = AutomodelStrategy(timeout=timedelta(seconds=20))
-    make_trainer(strategy, callbacks=[TQDMProgressBar()], enable_progress_bar=True).fit(module, loader())
-    return float(module.sample.sum())
-
-
-def test_epoch_end_that_gathers_beside_a_progress_bar(pool2: RankPool) -> None:
-    """Rank 0's bar would reduce the logged means while rank 1 gathers parameters: both would wait."""
-    first, second = pool2.run(_save_samples)
-    assert first == second
-
-
-class CountsAtTheEnd(LabelledModule):
-    """Updates a logged metric after the epoch's last batch."""
+class ActsAtTheEnd(LabelledModule):
+    """In the hook after which epochs end, calls the model, as a GAN does that saves samples, and updates a metric."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = SumMetric()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        mean = {"on_step": False, "on_epoch": True, "batch_size": 1, "prog_bar": True, "sync_dist": True}
+        self.log("loss", loss.detach(), **mean)
         self.total.update(1)
         self.log("total", self.total, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
+        return loss
 
     def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.sample = self.model(torch.zeros(1, 7, dtype=torch.long))
         self.total.update(100)
 
 
-def _count_at_the_end(has_bar: bool) -> float:
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), enable_progress_bar=has_bar)
-    trainer.fit(CountsAtTheEnd(), loader())
-    return float(trainer.callback_metrics["total"])
+def _act_at_the_end(has_bar: bool) -> tuple[float, float]:
+    module = ActsAtTheEnd()
+    strategy = AutomodelStrategy(timeout=timedelta(seconds=20))
+    bars = [TQDMProgressBar()] * has_bar
+    trainer = make_trainer(strategy, callbacks=bars, enable_progress_bar=has_bar)
+    trainer.fit(module, loader())
+    return float(module.sample.sum()), float(trainer.callback_metrics["total"])
 
 
 @pytest.mark.parametrize("has_bar", [False, True])
 @pytest.mark.every_case
-def test_metric_that_a_hook_of_the_end_updates(pool2: RankPool, has_bar: bool) -> None:
-    """What the hook adds is logged, though means of the epoch are reduced before it, and the bar shows these."""
-    for total in pool2.run(_count_at_the_end, has_bar):
-        assert total == 2 * (len(micro_batches(CASE)[0]) + 100)
+def test_hook_of_the_end_beside_a_progress_bar(pool2: RankPool, has_bar: bool) -> None:
+    """Rank 0's bar would reduce the logged means while rank 1 gathers parameters: both would wait.
+
+    What the hook adds is logged, though these means are reduced before it.
+    """
+    first, second = pool2.run(_act_at_the_end, has_bar)
+    assert first == second
+    assert first[1] == 2 * (len(micro_batches(CASE)[0]) + 100)
 
 
 class Rated(LabelledModule):
