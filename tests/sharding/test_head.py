@@ -185,7 +185,8 @@ class Events(Callback):
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
-                fsdp2.note_collectives(unit, partial(self._note_collective, label), self._patches)
+                note = partial(self._note_collective, label)
+                fsdp2.watch_unit(unit, note, lambda group: None, self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 
