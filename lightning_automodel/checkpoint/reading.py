@@ -1,6 +1,5 @@
 """Reading checkpoints in one process: for the commands, and for ``load_from_checkpoint``."""
 
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     """
     target = paths.new_local_target(out)
     shards = ShardDirectory(path, weights_only)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=paths.TEMPORARY) as folder:
-        save_file(shards.read_all(shards.tree, partial(new_tensor, folder)), str(target))
+    save_file(shards.read_all(shards.tree, partial(new_tensor, target.parent)), str(target))
 
 
 _load = lightning_internals.saving.pl_load
