@@ -281,12 +281,6 @@ class ShardDirectory(FileSystemReader):
         self.read(targets, is_alone=True)
         return filled
 
-    def check(self) -> None:
-        """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
-        for place in self._metadata.storage_data.values():
-            self._load(place)
-        self._check_unreplaced()
-
     def _load(self, place: Any) -> Tensor:
         """What lies at a place of the table, compared with its checksums."""
         end = place.offset + place.length
