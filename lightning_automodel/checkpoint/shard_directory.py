@@ -240,11 +240,6 @@ class ShardDirectory(FileSystemReader):
             )
         return manifest
 
-    def _check_unreplaced(self) -> None:
-        """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
-        if self._read_manifest() != self._manifest:
-            raise CheckpointError("another checkpoint took its place while it was read: load it again")
-
     def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
@@ -307,7 +302,10 @@ class ShardDirectory(FileSystemReader):
                 )
             target.copy_(stored)
             planner.commit_tensor(item, target)
-        self._check_unreplaced()  # torch raises on all ranks what one of them raises here
+        # A newer save may have replaced this one, with the same names and sizes. Torch raises on all ranks what
+        # one of them raises here.
+        if self._read_manifest() != self._manifest:
+            raise CheckpointError("another checkpoint took its place while it was read: load it again")
         done: Future[None] = Future()
         done.set_result(None)
         return done
