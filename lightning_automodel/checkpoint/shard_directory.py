@@ -276,13 +276,6 @@ class ShardDirectory(FileSystemReader):
         self.read(targets, is_alone=True)
         return filled
 
-    def _load(self, place: Any) -> Tensor:
-        """What lies at a place of the table, compared with its checksums."""
-        end = place.offset + place.length
-        content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
-        stored: Tensor = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
-        return stored
-
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -291,7 +284,9 @@ class ShardDirectory(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             place = self._metadata.storage_data[item.storage_index]
-            stored = self._load(place)
+            end = place.offset + place.length
+            content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
+            stored = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
             target = planner.resolve_tensor(item).detach()
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             stored = stored[tuple(slice(start, start + length) for start, length in ranges)]

@@ -211,14 +211,15 @@ def test_checkpoint_of_another_run(pool2: RankPool, tmp_path: Path, form: str) -
 def _read_places(path: str) -> list[tuple[str, int]]:
     """The places that this rank reads as it resumes a fit with an average, in the order in which it does."""
     places: list[tuple[str, int]] = []
-    load = ShardDirectory._load
+    read_data = ShardDirectory.read_data
 
-    def counted(reader: ShardDirectory, place: Any) -> Any:
-        places.append((place.relative_path, place.offset))
-        return load(reader, place)
+    def counted(reader: ShardDirectory, plan: Any, planner: Any) -> Any:
+        found = [reader._metadata.storage_data[item.storage_index] for item in plan.items]
+        places.extend((place.relative_path, place.offset) for place in found)
+        return read_data(reader, plan, planner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardDirectory, "_load", counted)
+        patch.setattr(ShardDirectory, "read_data", counted)
         fit({}, seed=CASE.seed + 2, callbacks=[EMAWeightAveraging()], ckpt_path=path, max_epochs=2)
     return places
 
