@@ -41,7 +41,6 @@ NOT_MESSAGES = {
     "AutomodelStrategy: … over …, precision …, gradients per …; trainer.strategy.describe() has the details.": (
         "what rank 0 says where all is well"
     ),
-    "… ranks have joined at … (backend …).": "a log line where all is well",
     "auto: manual optimization may step between two forwards of a step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state, and what else is kept (… MiB)": "in describe()",

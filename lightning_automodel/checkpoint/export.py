@@ -7,7 +7,6 @@ and fails on integers and on tied weights.
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,17 +57,13 @@ def export_hugging_face(
     collectives.named_barrier("export_hugging_face", _PATIENCE)
     model, target = check_export(module, path, adapter_only, prefix)
     what = f"Cannot export to {path}"
-    folder: Path | None = None
-    with ExitStack() as stack:
-        with on_every_rank(what):
-            if target is not None:
-                temporary = tempfile.TemporaryDirectory(prefix=paths.TEMPORARY, dir=target.parent)
-                folder = Path(stack.enter_context(temporary))
-        state = _gather(model, dtype, folder, what)
-        with on_every_rank(what):
-            if folder is not None:
-                _write(model, state, folder / "export", dtype)
-                paths.replace(folder / "export", paths.new_local_target(path))
+    state = _gather(model, dtype, target, what)
+    with on_every_rank(what):
+        if target is not None:
+            with tempfile.TemporaryDirectory(prefix=paths.TEMPORARY, dir=target.parent) as temporary:
+                folder = Path(temporary) / "export"
+                _write(model, state, folder, dtype)
+                paths.replace(folder, paths.new_local_target(path))
 
 
 def check_export(
@@ -143,24 +138,22 @@ def _check(model: Any, adapter_only: bool) -> None:
 
 
 def _gather(
-    model: nn.Module, dtype: torch.dtype | None, folder: Path | None, what: str
+    model: nn.Module, dtype: torch.dtype | None, target: Path | None, what: str
 ) -> dict[str, Tensor]:
-    """The model's whole tensors, mapped to files in ``folder``; its own on ranks without one. A collective.
+    """The model's whole tensors, mapped to files beside ``target``; none on ranks without one. A collective.
 
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained``
     knows ties by that.
     """
     state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     gathered: dict[int, Tensor] = {}
-    for value in state.values():
-        if not isinstance(value, Tensor) or id(value) in gathered:
-            continue
+    for key, value in tensors.items():
         whole = collectives.full(value).detach()
-        gathered[id(value)] = value
         with on_every_rank(what):
-            if folder is not None:
+            if target is not None:
                 new_dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-                gathered[id(value)] = new_tensor(folder, whole.shape, new_dtype).copy_(whole)
+                gathered[key] = new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
     return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
 
 

@@ -7,12 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_automodel.checkpoint import paths
+
 
 def new_tensor(folder: str | Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor mapped to a new file in ``folder``, which goes with the tensor."""
+    """A tensor mapped to a new file in ``folder``, whose name goes at once, and whose content with the tensor."""
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping keeps it alive
+    with tempfile.NamedTemporaryFile(
+        dir=folder, prefix=paths.TEMPORARY
+    ) as file:  # the mapping keeps it alive
         if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
             os.posix_fallocate(file.fileno(), 0, size.numel() * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)

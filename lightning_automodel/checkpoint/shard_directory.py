@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -198,37 +198,39 @@ class ShardDirectory(FileSystemReader):
     and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
 
     Attributes:
-        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. Of a directory
-            that another program has written, the model's state and what its ``meta.pt`` holds.
+        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards.
     """
 
     def __init__(self, path: str, weights_only: bool | None) -> None:
         self._directory = path
         self._manifest = self._read_manifest()
         folder = path
-        if self._manifest and (name := self._manifest["folder"]):
+        if name := self._manifest["folder"]:
             folder = paths.member(path, name)
         super().__init__(folder)
         self._filesystem, self._folder = url_to_fs(folder)
         table = paths.read_file(f"{folder}/{METADATA}")
-        if self._manifest and self._manifest["crc32"] != _checksum(table):
+        if self._manifest["crc32"] != _checksum(table):
             raise CheckpointError(
                 f"{METADATA} has changed since it was written (wrong checksum in {MANIFEST})"
             )
         self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(table)).load()
         _check_files(folder, self._metadata)
         tree = load_file(f"{folder}/{REST}", weights_only)
-        if not self._manifest:
-            tree[MODEL] = self._foreign_model()
         check_model(tree)
         self.tree: dict[str, Any] = mapped_by_key(tree, self._with_entry)
 
     def _read_manifest(self) -> dict[str, str]:
-        """The manifest, different in each save; empty if another program wrote the directory."""
+        """The manifest, different in each save."""
         try:
             content = paths.read_file(f"{self._directory}/{MANIFEST}")
-        except FileNotFoundError:
-            return {}
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"it has no {MANIFEST}, which each save writes last. If another strategy has written it, make one file"
+                " of it: python -m lightning.fabric.utilities.consolidate_checkpoint DIRECTORY for"
+                " ModelParallelStrategy, python -m lightning.pytorch.utilities.consolidate_checkpoint DIRECTORY for"
+                " FSDPStrategy"
+            ) from error
         manifest: dict[str, str] = json.loads(content)
         if manifest["format"] != FORMAT:
             raise CheckpointError(
@@ -237,27 +239,6 @@ class ShardDirectory(FileSystemReader):
                 " reads (python -m lightning_automodel.checkpoint consolidate)"
             )
         return manifest
-
-    def _check_unreplaced(self) -> None:
-        """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
-        if self._read_manifest() != self._manifest:
-            raise CheckpointError("another checkpoint took its place while it was read: load it again")
-
-    def _foreign_model(self) -> dict[str, Tensor]:
-        """The model's state in a directory of another program, without values."""
-        prefix = f"{MODEL}."
-        saved = self._metadata.state_dict_metadata.items()
-        state = {
-            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            for key, entry in saved
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-        if not state:
-            raise CheckpointError(
-                f"no entry of its shards begins with {prefix!r}: if Lightning's FSDPStrategy has written it, make"
-                " one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
-            )
-        return state
 
     def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
@@ -295,19 +276,6 @@ class ShardDirectory(FileSystemReader):
         self.read(targets, is_alone=True)
         return filled
 
-    def check(self) -> None:
-        """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
-        for place in self._metadata.storage_data.values():
-            self._load(place)
-        self._check_unreplaced()
-
-    def _load(self, place: Any) -> Tensor:
-        """What lies at a place of the table, compared with its checksums."""
-        end = place.offset + place.length
-        content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
-        stored: Tensor = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
-        return stored
-
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -316,7 +284,9 @@ class ShardDirectory(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             place = self._metadata.storage_data[item.storage_index]
-            stored = self._load(place)
+            end = place.offset + place.length
+            content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
+            stored = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
             target = planner.resolve_tensor(item).detach()
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             stored = stored[tuple(slice(start, start + length) for start, length in ranges)]
@@ -327,7 +297,10 @@ class ShardDirectory(FileSystemReader):
                 )
             target.copy_(stored)
             planner.commit_tensor(item, target)
-        self._check_unreplaced()  # torch raises on all ranks what one of them raises here
+        # A newer save may have replaced this one, with the same names and sizes. Torch raises on all ranks what
+        # one of them raises here.
+        if self._read_manifest() != self._manifest:
+            raise CheckpointError("another checkpoint took its place while it was read: load it again")
         done: Future[None] = Future()
         done.set_result(None)
         return done

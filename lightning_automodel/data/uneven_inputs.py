@@ -129,7 +129,8 @@ class UnevenInputs:
                 " does not. What code sets on a loader or sampler that it holds has no effect: set it on"
                 " trainer.train_dataloader, its sampler or its batch_sampler."
             )
-        if not ends_early and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)):
+        # A loader's own drop_last is that of its batch sampler.
+        if not ends_early and getattr(loader.batch_sampler, "drop_last", False):
             return sharing_out(loader, sampler, total - total % sampler.num_replicas), False
         return sharing_out(loader, sampler, total), True
 

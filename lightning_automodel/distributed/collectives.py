@@ -105,7 +105,10 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """What user code gathers from shards: how often so far, what at the moment, and what raises if it may not."""
+    """What user code gathers from shards: how often so far, what at the moment, and what raises if it may not.
+
+    Any thread may read it.
+    """
 
     count = 0
     current: str | None = None
@@ -121,11 +124,6 @@ def gathering(name: str, function: str) -> Iterator[None]:
     Gathers.current = f"{name} for {function}"
     yield
     Gathers.current = before  # not after an exception: what could not be gathered is told
-
-
-def current_gather() -> str | None:
-    """What user code gathers at the moment, in words; None if nothing. Any thread may ask."""
-    return Gathers.current
 
 
 def gathers_so_far() -> int:

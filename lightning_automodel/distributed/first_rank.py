@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_automodel.distributed import heart, join, meeting, process_group
 from lightning_automodel.distributed.failures import RankFailure
 from lightning_automodel.distributed.heart import Heart
-from lightning_automodel.distributed.join import LINGER_S
+from lightning_automodel.distributed.store import STORE_ERRORS
 
 Scope = Literal["node", "global"]
 
@@ -126,7 +126,6 @@ def _meetings(
         at_end.callback(running.close)
     running.is_in_block = True
     at_end.callback(setattr, running, "is_in_block", False)
-    at_end.callback(meeting.linger, running.store, path, rank, members, LINGER_S)
     try:
         entry = f"the entry to {name} {path}"
         own = node_of(rank)
@@ -141,7 +140,7 @@ def _meetings(
             running.meet(after_work, peers, None, LONGEST_WORK_S)
         running.meet(f"the end of {name} {path}", members, None, LONGEST_WORK_S)
     except BaseException as error:
-        with suppress(dist.DistError, OSError):
+        with suppress(*STORE_ERRORS):
             meeting.post(running.store, RankFailure.from_exception(error, rank, name))
         raise
 

@@ -22,7 +22,8 @@ Every message that names a rank comes from one of these lines. Once hearts beat,
     waited in vain, with the table       `report.explain`, too; or the rank whose collective never ends:
                                          `Watch._end_what_never_ends`
 
-Whoever learns of a failure says so, and rank 0, if it hosts the store, stays until all have, 2.5 s at most.
+Whoever learns of a failure, or closes its heart, says so, and rank 0, if it hosts the store, stays until all have,
+2.5 s at most.
 """
 
 import json
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from lightning_automodel.distributed import failures, meeting, processes
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record
 from lightning_automodel.distributed.last_resort import end_process
-from lightning_automodel.distributed.store import RANKS_PER_SECOND, without_prefixes
+from lightning_automodel.distributed.store import RANKS_PER_SECOND, STORE_ERRORS, without_prefixes
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ BEAT_S = 0.25
 MISSED_BEATS = 8
 BEATS_IN_A_FILE = 40
 JOIN_S = 1.0
-LINGER_AFTER_FAILURE_S = 2.5
+LINGER_S = 2.5
+END = "the end"  # of a heart, which a rank knows once it learns of a failure, or closes its own
 
 
 class Heart:
@@ -142,7 +144,7 @@ class Heart:
         self.raise_failure()  # before it says that it has come
         try:
             return meeting.meet(self.store, at, self.rank, ranks, value, limit_s, self.raise_failure)
-        except (dist.DistError, OSError) as error:
+        except STORE_ERRORS as error:
             raise RankFailedError(self.lose_store(failures.how_lost(error))) from error
 
     def post(self, failure: RankFailure) -> RankFailure:
@@ -151,7 +153,7 @@ class Heart:
             return self.learn(failure)
         try:
             failure = meeting.post(self.store, failure)
-        except (dist.DistError, OSError) as error:
+        except STORE_ERRORS as error:
             return self.lose_store(failures.how_lost(error))
         return self.learn(failure)
 
@@ -161,7 +163,7 @@ class Heart:
             self.failure = self.failure or failure
         self.is_over.set()
         if self.store_answers:
-            meeting.linger(self.store, meeting.FAILURE, self.rank, self.ranks, limit_s=0.0)
+            meeting.linger(self.store, END, self.rank, self.ranks, limit_s=0.0)
         return self.failure
 
     def lose_store(self, what: str) -> RankFailure:
@@ -177,10 +179,10 @@ class Heart:
     def close(self) -> None:
         """Say that this rank has left, unless there is a failure, and end the threads, unless one is stuck.
 
-        After a failure rank 0 stays until the others know of it, 2.5 s at most.
+        Rank 0 stays until the others know of the failure, or close their hearts too, 2.5 s at most.
         """
-        if self.store_answers and self.failure is not None:
-            meeting.linger(self.store, meeting.FAILURE, self.rank, self.ranks, LINGER_AFTER_FAILURE_S)
+        if self.store_answers:
+            meeting.linger(self.store, END, self.rank, self.ranks, LINGER_S)
         self.record.has_left = True
         self.is_over.set()
         self.retire()
@@ -196,7 +198,7 @@ class Heart:
                 self.beat()
             if self.failure is None:
                 self._say()  # that this rank has left
-        except (dist.DistError, OSError) as error:
+        except STORE_ERRORS as error:
             if not self.is_over.is_set():  # else there is no failure to tell of
                 self.lose_store(failures.how_lost(error))
             self.is_over.set()

@@ -25,7 +25,7 @@ from lightning_automodel.distributed.failures import (
     lost_store,
 )
 from lightning_automodel.distributed.last_resort import limited
-from lightning_automodel.distributed.store import another_connection, launcher_hosts_store
+from lightning_automodel.distributed.store import STORE_ERRORS, another_connection, launcher_hosts_store
 
 POLL_S = 0.05
 RESOLVING_S = 5.0
@@ -192,7 +192,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
             return _join(found, backend, timeout, check)
         except RankFailedError as error:
             failure = error.failure
-        except (dist.DistError, OSError) as error:
+        except STORE_ERRORS as error:
             host = Record()
             if found.hosts_store:
                 host = Record(host=socket.gethostname(), where=JOIN)
@@ -216,13 +216,13 @@ def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[
         for address in addresses:  # rank 0 may know itself by a loopback address
             network.choose_interface(address)
     except BaseException as error:
-        with contextlib.suppress(dist.DistError, OSError):
+        with contextlib.suppress(*STORE_ERRORS):
             meeting.post(store, RankFailure.from_exception(error, rank, JOIN))
         meeting.linger(store, JOIN, rank, ranks, LINGER_AFTER_FAILURE_S)
         raise
     finally:
         # Whoever comes later is in the next round. Every rank says so before it may come again.
-        with contextlib.suppress(dist.DistError, OSError):
+        with contextlib.suppress(*STORE_ERRORS):
             rounds.compare_set("round", str(number), str(number + 1))
     return dist.PrefixStore(str(number), dist.PrefixStore(KEYS, opened)), store
 

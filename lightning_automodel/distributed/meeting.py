@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record
-from lightning_automodel.distributed.store import launcher_hosts_store, pause_s
+from lightning_automodel.distributed.store import STORE_ERRORS, launcher_hosts_store, pause_s
 
 FAILURE = "failure"
 NONE = "null"
@@ -158,7 +158,7 @@ def linger(store: dist.Store, what: str, rank: int, ranks: Sequence[int], limit_
 
     Without it the store would often end before the others have read it. A store that is gone is no error here.
     """
-    with contextlib.suppress(dist.DistError, OSError):
+    with contextlib.suppress(*STORE_ERRORS):
         # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
         store.set(f"known/{what}/{rank}", "1")
         known = [f"known/{what}/{other}" for other in ranks]

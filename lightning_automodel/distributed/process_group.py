@@ -266,8 +266,6 @@ def _join(
     kept_with_world().update({_own("joined"): (found, store), _own("connection"): own_connection})
     # Unlike `atexit`, it also runs in children of `multiprocessing`, and from 0 on before they are joined.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
-    if found.rank == 0:
-        log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
 
 
 def _own(what: str) -> tuple[str, int]:

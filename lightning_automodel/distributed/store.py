@@ -9,6 +9,8 @@ import torch.distributed as dist
 RANKS_PER_SECOND = 1000
 SHORTEST_PAUSE_S = 0.002
 LONGEST_PAUSE_S = 0.25
+STORE_ERRORS = dist.DistError, OSError
+"""What calls to a store raise if its host is gone."""
 
 
 def pause_s(waited_s: float, num_ranks: int) -> float:

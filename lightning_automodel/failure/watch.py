@@ -27,7 +27,8 @@ from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import RankFailure
 from lightning_automodel.distributed.heart import MISSED_BEATS, Heart
 from lightning_automodel.distributed.last_resort import end_process
-from lightning_automodel.distributed.meeting import first, linger, records_of
+from lightning_automodel.distributed.meeting import first, records_of
+from lightning_automodel.distributed.store import STORE_ERRORS
 from lightning_automodel.failure import report
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
@@ -38,10 +39,8 @@ log = logging.getLogger(__name__)
 SILENT_S = 3.0
 STANDSTILL_S = 60.0
 TIME_TO_RAISE_S = 2.0
-TIME_TO_LEAVE_AFTER_SILENCE_S = 0.5
 TIME_TO_LEAVE_S = 5.0
 TIME_TO_FAIL_S = 2.0
-LINGER_S = 5.0
 
 
 class Watch(Heart):
@@ -127,7 +126,6 @@ class Watch(Heart):
         self.record.has_ended = True
         asked = self.meet("the end of the run", self.ranks, self.stop.is_asked_here, self._timeout_s)
         self.leave()
-        linger(self.store, "end", self.rank, self.ranks, LINGER_S)
         return asked
 
     def note_raised(self, exception: BaseException) -> None:
@@ -149,7 +147,7 @@ class Watch(Heart):
                 before = records_of(self.store, self.ranks)
                 if not self.is_over.wait(patience_s):
                     self.post(report.explain(before, records_of(self.store, self.ranks), own))
-        except (dist.DistError, OSError):
+        except STORE_ERRORS:
             self.is_over.wait(patience_s)
         return self.failure or own
 
@@ -229,13 +227,9 @@ class Watch(Heart):
         """Make the main thread leave because of ``failure``: interrupt it, free it from its device, end the process."""
         self.stop.release()
         has_devices = bool(process_groups.accelerator_backends())
-        patience_s = TIME_TO_LEAVE_S
-        if failure.error == failures.MISSED_HEARTBEATS and not has_devices:
-            patience_s = TIME_TO_LEAVE_AFTER_SILENCE_S
         if not has_devices:
             # A rank that has raised closes its connections, which frees this one; it may also raise alike.
-            # One that is stopped does not.
-            self.leaves_by_itself.wait(min(TIME_TO_RAISE_S, patience_s))
+            self.leaves_by_itself.wait(TIME_TO_RAISE_S)
         with self._leaving:  # no signal once it leaves by itself: its handler may be gone
             if self.leaves_by_itself.is_set():
                 return
@@ -247,7 +241,7 @@ class Watch(Heart):
             threading.Thread(
                 target=process_groups.abort_accelerators, name="lightning_automodel abort", daemon=True
             ).start()
-        if not self.leaves_by_itself.wait(patience_s):
+        if not self.leaves_by_itself.wait(TIME_TO_LEAVE_S):
             why = str(failure)
             if self.own is not None and self.own != failure:
                 why += f"; this rank itself: {self.own}"

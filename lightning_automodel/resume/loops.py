@@ -36,7 +36,7 @@ class Position:
         return self.stage != EPOCH or self.epochs == 0
 
 
-def position(trainer: "pl.Trainer", has_stopped_before_validation: bool = False) -> Position:
+def position(trainer: "pl.Trainer", has_stopped_before_validation: bool) -> Position:
     """Current position of ``trainer``. It may have stopped after a batch, before a validation that is due."""
     fit_loop: Any = trainer.fit_loop  # the annotations of its trackers lack attributes that are read here
     epochs = fit_loop.epoch_progress.current

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_flatten
 
 from lightning_automodel.checkpoint.__main__ import main
@@ -84,65 +82,30 @@ def save_whole(path: Path, **rest: Any) -> Path:
     return path
 
 
-def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["inspect", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], path: str) -> str:
-    """The error of an inspection, in one line, without a report."""
-    assert main(["inspect", path]) == 1
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.startswith("error: "), printed.err.count("\n")) == ("", True, 1)
-    return printed.err.encode().decode("unicode_escape")  # as it was before it was escaped
-
-
 @pytest.mark.parametrize("save", [save_shards, save_whole])
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """Both forms tell the same."""
-    path = save(tmp_path / "a.ckpt")
-    assert inspected(capsys, str(path)) == {"mesh": SIZES, "epoch": 2, "global_step": 7}
-
-
-@pytest.mark.parametrize("save", [save_shards, save_whole])
-def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """What needs code to load is named, and described with trust alone."""
-    path = save(tmp_path / "a.ckpt", custom=Custom())
-    assert "GLOBAL tests.checkpoint.test_cli.Custom was not an allowed global" in refused(capsys, str(path))
-    report = inspected(capsys, str(path), "--trust")
-    assert report["global_step"] == 7
+def test_no_code_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
+    """What needs code to load is named."""
     mark = tmp_path / "mark"
-    assert "posix.mkdir" in refused(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))))
+    path = save(tmp_path / "a.ckpt", runs=Runs(mark))
+    assert main(["export", str(path), str(tmp_path / "out"), *CLASS]) == 1
+    assert "posix.mkdir" in capsys.readouterr().err
     assert not mark.exists()
 
 
-def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What has changed; the status says so too."""
     shards = save_shards(tmp_path / "a.ckpt")
     whole = save_whole(tmp_path / "b.ckpt")
     damage_weight(shards / "__0_0.distcp"), damage_weight(whole)
-    changed = "has changed since it was written"
-    assert f"__0_0.distcp {changed}" in refused(capsys, str(shards))
-    assert f"b.ckpt {changed}" in refused(capsys, str(whole))
+    for path, file in ((shards, "__0_0.distcp"), (whole, "b.ckpt")):
+        assert main(["export", str(path), str(tmp_path / "out"), *CLASS]) == 1
+        assert f"{file} has changed since it was written" in capsys.readouterr().err
 
 
 def damage_weight(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(MODEL["model.weight"].numpy().tobytes()) + 7] ^= 1
     path.write_bytes(content)
-
-
-def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of plain torch have no rest."""
-    dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert f"{MISSING}: '{tmp_path}/plain/meta.pt'" in refused(capsys, str(tmp_path / "plain"))
-    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
-    report = inspected(capsys, str(tmp_path / "plain"))
-    assert report["mesh"] is None
-    dcp.save({"model": dict(MODEL)}, checkpoint_id=tmp_path / "fsdp1", no_dist=True)
-    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "fsdp1" / "meta.pt")
-    remedy = "make one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
-    assert remedy in refused(capsys, str(tmp_path / "fsdp1"))
 
 
 def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +122,6 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     load_checkpoint(str(out), None)
     assert zipfile.ZipFile(out).testzip() is None
     assert capsys.readouterr().out == f"Wrote {out}\n"
-    assert inspected(capsys, str(out))["mesh"] == SIZES
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
@@ -180,10 +142,10 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty.mkdir()
     out = str(tmp_path / "out")
     cases = {
-        ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
+        ("consolidate", str(whole), out): f"Not a directory: '{whole}/manifest.json'",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
-        ("consolidate", str(empty), out): f"{MISSING}: '{tmp_path}/empty/.metadata'",
+        ("consolidate", str(empty), out): "it has no manifest.json, which each save writes last",
         ("export", str(whole), out, *CLASS): "the models of transformers and PEFT in Holds are: none",
         ("export", str(whole), out, "--class", "tests.none.Module"): "No module named 'tests.none'",
         ("export", f"{tmp_path}/none", out, *CLASS): MISSING,
@@ -210,11 +172,3 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
             name == "export"
         )
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
-
-
-def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of other programs that use the same names."""
-    path = tmp_path / "a.ckpt"
-    torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, path)
-    report = inspected(capsys, str(path))
-    assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")
