@@ -1,7 +1,8 @@
-"""The command line: ``python -m lightning_automodel.checkpoint consolidate|export PATH ...``."""
+"""The command line: ``python -m lightning_automodel.checkpoint inspect|consolidate|export PATH ...``."""
 
 import argparse
 import importlib
+import json
 import sys
 
 import torch
@@ -11,7 +12,13 @@ from lightning_automodel.checkpoint.errors import describe
 from lightning_automodel.checkpoint.export import export_hugging_face
 from lightning_automodel.checkpoint.reading import consolidate
 from lightning_automodel.checkpoint.shard_directory import open_checkpoint
+from lightning_automodel.resume import CHECKPOINT_KEY
 
+_INSPECT_EXAMPLES = """the usual cases:
+  inspect checkpoints/last.ckpt             what it holds, and whether any of it is missing or has changed
+  inspect s3://bucket/last.ckpt --trust     the same of one that holds classes of your own
+  inspect s3://bucket/last.ckpt | jq .epoch for a program
+"""
 _EXPORT_EXAMPLES = """the usual cases, for a LightningModule named Writer in train.py:
   export last.ckpt my-model --class train.Writer --dtype bfloat16
   export last.ckpt my-adapter --class train.Writer --adapter-only
@@ -35,22 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_automodel.checkpoint", description="Check checkpoints, and convert them."
+        prog="python -m lightning_automodel.checkpoint", description="Look at checkpoints, and convert them."
     )
-    commands = parser.add_subparsers(required=True, metavar="consolidate | export")
+    commands = parser.add_subparsers(required=True, metavar="inspect | consolidate | export")
+    inspect = commands.add_parser("inspect", help="read all of a checkpoint, and print what it is as JSON")
+    inspect.set_defaults(run=_inspect)
+    inspect.epilog = _INSPECT_EXAMPLES
     one_file = commands.add_parser("consolidate", help="write a directory of shards as one file")
     one_file.set_defaults(run=_consolidate)
     export = commands.add_parser("export", help="write a Hugging Face model, for from_pretrained")
     export.set_defaults(run=_export)
     export.epilog = _EXPORT_EXAMPLES
-    export.formatter_class = argparse.RawDescriptionHelpFormatter
-    for command in (one_file, export):
+    for command in (inspect, one_file, export):
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("path", help="the checkpoint; local, or a URL")
         command.add_argument(
             "--trust",
             action="store_true",
             help="run the code that the checkpoint may hold: only if you trust its source",
         )
+    for command in (one_file, export):
         command.add_argument("out", help="what to write; a local path that does not exist yet")
     export.add_argument(
         "--class",
@@ -69,6 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         help="of the model's names in the LightningModule, if that has several models",
     )
     return parser
+
+
+def _inspect(parsed: argparse.Namespace) -> None:
+    tree, shards = open_checkpoint(parsed.path, not parsed.trust)
+    if shards is not None:
+        shards.check()
+    report = {
+        "mesh": tree.get(CHECKPOINT_KEY, {}).get("sizes"),  # None if another program wrote it
+        "epoch": tree.get("epoch"),
+        "global_step": tree.get("global_step"),
+    }
+    print(json.dumps(report, indent=1, default=str))
 
 
 def _consolidate(parsed: argparse.Namespace) -> None:

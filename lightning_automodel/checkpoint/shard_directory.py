@@ -240,6 +240,11 @@ class ShardDirectory(FileSystemReader):
             )
         return manifest
 
+    def _check_unreplaced(self) -> None:
+        """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
+        if self._read_manifest() != self._manifest:
+            raise CheckpointError("another checkpoint took its place while it was read: load it again")
+
     def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
@@ -276,6 +281,19 @@ class ShardDirectory(FileSystemReader):
         self.read(targets, is_alone=True)
         return filled
 
+    def check(self) -> None:
+        """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
+        for place in self._metadata.storage_data.values():
+            self._load(place)
+        self._check_unreplaced()
+
+    def _load(self, place: Any) -> Tensor:
+        """What lies at a place of the table, compared with its checksums."""
+        end = place.offset + place.length
+        content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
+        stored: Tensor = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
+        return stored
+
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -284,9 +302,7 @@ class ShardDirectory(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             place = self._metadata.storage_data[item.storage_index]
-            end = place.offset + place.length
-            content = self._filesystem.cat_file(f"{self._folder}/{place.relative_path}", place.offset, end)
-            stored = load_checked(io.BytesIO(content), place.relative_path, weights_only=True)
+            stored = self._load(place)
             target = planner.resolve_tensor(item).detach()
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             stored = stored[tuple(slice(start, start + length) for start, length in ranges)]
@@ -297,10 +313,7 @@ class ShardDirectory(FileSystemReader):
                 )
             target.copy_(stored)
             planner.commit_tensor(item, target)
-        # A newer save may have replaced this one, with the same names and sizes. Torch raises on all ranks what
-        # one of them raises here.
-        if self._read_manifest() != self._manifest:
-            raise CheckpointError("another checkpoint took its place while it was read: load it again")
+        self._check_unreplaced()  # torch raises on all ranks what one of them raises here
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 SILENT_S = 3.0
 STANDSTILL_S = 60.0
 TIME_TO_RAISE_S = 2.0
+TIME_TO_LEAVE_AFTER_SILENCE_S = 0.5
 TIME_TO_LEAVE_S = 5.0
 TIME_TO_FAIL_S = 2.0
 
@@ -227,9 +228,13 @@ class Watch(Heart):
         """Make the main thread leave because of ``failure``: interrupt it, free it from its device, end the process."""
         self.stop.release()
         has_devices = bool(process_groups.accelerator_backends())
+        patience_s = TIME_TO_LEAVE_S
+        if failure.error == failures.MISSED_HEARTBEATS and not has_devices:
+            patience_s = TIME_TO_LEAVE_AFTER_SILENCE_S
         if not has_devices:
             # A rank that has raised closes its connections, which frees this one; it may also raise alike.
-            self.leaves_by_itself.wait(TIME_TO_RAISE_S)
+            # One that is stopped does not.
+            self.leaves_by_itself.wait(min(TIME_TO_RAISE_S, patience_s))
         with self._leaving:  # no signal once it leaves by itself: its handler may be gone
             if self.leaves_by_itself.is_set():
                 return
@@ -241,7 +246,7 @@ class Watch(Heart):
             threading.Thread(
                 target=process_groups.abort_accelerators, name="lightning_automodel abort", daemon=True
             ).start()
-        if not self.leaves_by_itself.wait(TIME_TO_LEAVE_S):
+        if not self.leaves_by_itself.wait(patience_s):
             why = str(failure)
             if self.own is not None and self.own != failure:
                 why += f"; this rank itself: {self.own}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -82,24 +83,46 @@ def save_whole(path: Path, **rest: Any) -> Path:
     return path
 
 
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["inspect", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: str) -> str:
+    """The error of an inspection, in one line, without a report."""
+    assert main(["inspect", path]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.startswith("error: "), printed.err.count("\n")) == ("", True, 1)
+    return printed.err.encode().decode("unicode_escape")  # as it was before it was escaped
+
+
 @pytest.mark.parametrize("save", [save_shards, save_whole])
-def test_no_code_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
-    """What needs code to load is named."""
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
+    """Both forms tell the same."""
+    path = save(tmp_path / "a.ckpt")
+    assert inspected(capsys, str(path)) == {"mesh": SIZES, "epoch": 2, "global_step": 7}
+
+
+@pytest.mark.parametrize("save", [save_shards, save_whole])
+def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any) -> None:
+    """What needs code to load is named, and described with trust alone."""
+    path = save(tmp_path / "a.ckpt", custom=Custom())
+    assert "GLOBAL tests.checkpoint.test_cli.Custom was not an allowed global" in refused(capsys, str(path))
+    report = inspected(capsys, str(path), "--trust")
+    assert report["global_step"] == 7
     mark = tmp_path / "mark"
-    path = save(tmp_path / "a.ckpt", runs=Runs(mark))
-    assert main(["export", str(path), str(tmp_path / "out"), *CLASS]) == 1
-    assert "posix.mkdir" in capsys.readouterr().err
+    assert "posix.mkdir" in refused(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))))
     assert not mark.exists()
 
 
-def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What has changed; the status says so too."""
     shards = save_shards(tmp_path / "a.ckpt")
     whole = save_whole(tmp_path / "b.ckpt")
     damage_weight(shards / "__0_0.distcp"), damage_weight(whole)
-    for path, file in ((shards, "__0_0.distcp"), (whole, "b.ckpt")):
-        assert main(["export", str(path), str(tmp_path / "out"), *CLASS]) == 1
-        assert f"{file} has changed since it was written" in capsys.readouterr().err
+    changed = "has changed since it was written"
+    assert f"__0_0.distcp {changed}" in refused(capsys, str(shards))
+    assert f"b.ckpt {changed}" in refused(capsys, str(whole))
 
 
 def damage_weight(path: Path) -> None:
@@ -122,6 +145,7 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     load_checkpoint(str(out), None)
     assert zipfile.ZipFile(out).testzip() is None
     assert capsys.readouterr().out == f"Wrote {out}\n"
+    assert inspected(capsys, str(out))["mesh"] == SIZES
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
@@ -172,3 +196,11 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
             name == "export"
         )
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
+
+
+def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of other programs that use the same names."""
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, path)
+    report = inspected(capsys, str(path))
+    assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")

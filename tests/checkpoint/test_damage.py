@@ -27,7 +27,7 @@ from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
 from tests.checkpoint.checkpoints import FORMS, AdamModule, are_equal, batches, files_of, fit, forms, save
-from tests.checkpoint.test_cli import CLASS, Custom, Runs, save_shards
+from tests.checkpoint.test_cli import CLASS, MODEL, Custom, Runs, refused, save_shards
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, make_trainer
@@ -250,6 +250,7 @@ def assert_refused(path: Path, capsys: pytest.CaptureFixture[str], message: str)
     """By each command, with status 1, one line that holds ``message``, and no file left; and by a load."""
     out = str(path.parent / "out")
     started = time.process_time()
+    assert message in refused(capsys, str(path))
     commands = [["export", str(path), out, *CLASS]]
     if path.is_dir():
         commands.append(["consolidate", str(path), out])
@@ -422,11 +423,17 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
     path = save_shards(tmp_path / "last.ckpt")
     shards = ShardDirectory(str(path), None)
     save_shards(path)
-    with pytest.raises(CheckpointError, match="another checkpoint took its place while it was read: load"):
-        shards.read_all(shards.tree)
+    for read in (shards.check, lambda: shards.read_all(shards.tree)):
+        with pytest.raises(
+            CheckpointError, match="another checkpoint took its place while it was read: load"
+        ):
+            read()
 
 
 def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": MODEL, "epoch": "\x1b[2J\x9b1m\nform: x"}, tmp_path / "a.ckpt")
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
+    assert '"\\u001b[2J\\u009b1m\\nform: x"' in capsys.readouterr().out
     forged = {"state_dict": {"\x1b]0;x\x07a.b": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}
     torch.save(forged, tmp_path / "b.ckpt")
     assert main(["export", str(tmp_path / "b.ckpt"), str(tmp_path / "out"), *CLASS]) == 1
