@@ -22,8 +22,8 @@ Every message that names a rank comes from one of these lines. Once hearts beat,
     waited in vain, with the table       `report.explain`, too; or the rank whose collective never ends:
                                          `Watch._end_what_never_ends`
 
-Whoever learns of a failure, or closes its heart, says so, and rank 0, if it hosts the store, stays until all have,
-2.5 s at most.
+Whoever learns of a failure, or closes its heart, says so, and rank 0, if it hosts the store, stays until all have, for
+some seconds.
 """
 
 import json
@@ -48,7 +48,8 @@ BEAT_S = 0.25
 MISSED_BEATS = 8
 BEATS_IN_A_FILE = 40
 JOIN_S = 1.0
-LINGER_S = 2.5
+LINGER_S = 5.0
+LINGER_AFTER_FAILURE_S = 2.5
 END = "the end"  # of a heart, which a rank knows once it learns of a failure, or closes its own
 
 
@@ -179,10 +180,12 @@ class Heart:
     def close(self) -> None:
         """Say that this rank has left, unless there is a failure, and end the threads, unless one is stuck.
 
-        Rank 0 stays until the others know of the failure, or close their hearts too, 2.5 s at most.
+        Rank 0 stays until the others close their hearts too, 5 s at most; after a failure until they know of it,
+        2.5 s at most.
         """
+        limit_s = LINGER_S if self.failure is None else LINGER_AFTER_FAILURE_S
         if self.store_answers:
-            meeting.linger(self.store, END, self.rank, self.ranks, LINGER_S)
+            meeting.linger(self.store, END, self.rank, self.ranks, limit_s)
         self.record.has_left = True
         self.is_over.set()
         self.retire()
