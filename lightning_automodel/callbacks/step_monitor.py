@@ -1,6 +1,7 @@
 """The callback that logs what each optimizer step did."""
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -96,11 +98,10 @@ class StepMonitor(Callback):
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
         # Tensors on the host, since Lightning reads values of the progress bar in every batch.
         on_host = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        for name, value in on_host.items():
-            # By the class: they are of all ranks, whether or not this one has a padding batch.
-            type(pl_module).log(
-                pl_module, name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False
-            )
+        run = run_of(trainer)
+        with nullcontext() if run is None else run.inputs.logging_of_all_ranks():
+            for name, value in on_host.items():
+                pl_module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         self.history.append({"step": step, **values})
 
 

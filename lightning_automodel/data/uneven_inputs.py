@@ -2,7 +2,8 @@
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,7 @@ class UnevenInputs:
         self._next = NO_BATCH  # to evaluate after it
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
+        self._is_of_all_ranks = False  # what is logged
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
@@ -226,7 +228,7 @@ class UnevenInputs:
         value = apply_to_collection(value, DTensor, full)
         self._logging = name
         try:
-            if not self.is_training or "epoch" in fx or fx == "on_train_start":
+            if self._is_of_all_ranks or not self.is_training or "epoch" in fx or fx == "on_train_start":
                 log(fx, name, value, **options)
                 return
             log_batch = partial(log_neutral, log) if self.is_filler else log
@@ -234,6 +236,15 @@ class UnevenInputs:
             self._run_in_step(partial(log_batch, fx, name, value, **options))
         finally:
             self._logging = ""
+
+    @contextmanager
+    def logging_of_all_ranks(self) -> Iterator[None]:
+        """Context in which values are logged that are of all ranks, whether or not this one has a padding batch."""
+        self._is_of_all_ranks = True
+        try:
+            yield
+        finally:
+            self._is_of_all_ranks = False
 
     def note_reduction(self) -> None:
         """Note the name of a value that is reduced as it is logged: :meth:`compare_ranks` compares them."""

@@ -177,8 +177,5 @@ def _without_factors(total: Any) -> Any:
     node = total.next_functions[0][0]
     while _name(node) == "Mul":
         first, second = (parent for parent, _ in node.next_functions)
-        if first is None:
-            node = second
-        else:
-            node = first
+        node = second if first is None else first
     return node

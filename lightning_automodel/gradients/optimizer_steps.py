@@ -198,8 +198,9 @@ class OptimizerSteps:
         written = [getattr(parameter.grad, "whole_norm", None) for parameter in parameters]
         norms += [norm for norm in written if norm is not None]  # the shards are parts of other wholes
         norm = torch.stack([norm.to(windows.device) for norm in norms]).norm()
-        both = torch.stack([norm, -norm])
-        largest, smallest = collectives.reduce_tensor(both, windows.mesh.group, "max", windows.device).abs()
+        largest, smallest = collectives.reduce_tensor(
+            torch.stack([norm, -norm]), windows.mesh.group, "max", windows.device
+        ).abs()
         if largest - smallest > _ROUNDING * largest:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step with gradients that differ between ranks: their"

@@ -75,8 +75,9 @@ class RankAgreement:
             number = (number * _FACTOR + part) % _MODULUS
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
-        is_pinned = self._device.type != "cpu"
-        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
+        numbers = torch.tensor(
+            [number, number**2, *uses], dtype=window.sums.dtype, pin_memory=self._device.type != "cpu"
+        )
         totals, others, num_ranks = self._all_reduce(window.sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,8 +99,9 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
     parameters = list_parameters(model)
     norm = total_norm(parameters, foreach)
     scale_to_norm_(parameters, norm, clip_norm, foreach)
-    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
-    return norm.to(torch.float64 if is_double else torch.float32)
+    if any(parameter.dtype == torch.float64 for parameter in parameters):
+        return norm
+    return norm.to(torch.float32)
 
 
 def scale_to_norm_(
@@ -169,10 +170,10 @@ def scale_(gradients: Iterable[Tensor | None], factor: Tensor, foreach: bool = T
     The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
     product to the dtype of the gradients.
     """
-    for grads in _local_parts(gradients):
+    for grads in _local_parts(gradients, foreach):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         local_factor = factor.to(grads[0].device, dtype)
-        if foreach and dtype == grads[0].dtype and not grads[0].is_sparse:
+        if dtype == grads[0].dtype and not grads[0].is_sparse:
             torch._foreach_mul_(grads, local_factor)
             continue
         for grad in grads:
@@ -248,37 +249,41 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             return torch.device(parameter.device_mesh.device_type)
-    if parameters:
-        return parameters[0].device
-    return torch.device("cpu")
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all gradient elements, on ``device``."""
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
-    for grads in _local_parts(parameter.grad for parameter in parameters):
+    for grads in _local_parts((parameter.grad for parameter in parameters), foreach):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
         # The square of a float32 above 1.8e19 overflows: an infinite norm would clip all gradients to zero.
         dtype = wide_dtype(grads[0].device)
-        if foreach:
-            norms = list(torch._foreach_norm(grads, 2, dtype=dtype))
-        else:
-            norms = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        # Of offloaded gradients the numbers lie on the host, which need not wait for the device.
-        moved = torch.stack(norms).to(device, total.dtype, non_blocking=device.type != "cpu")
-        total += moved.square().sum()
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).to(total.dtype)
+        total += _moved_without_waiting(norms, device).square().sum()
     return total
 
 
-def _local_parts(gradients: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
-    """This rank's parts of the gradients, those of one device, dtype and layout together. Under ``torch.no_grad()``."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
+def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
+    """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
+    if numbers.device.type == "cpu" and device.type != "cpu":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
+
+
+def _local_parts(gradients: Iterable[Tensor | None], foreach: bool = True) -> Iterable[list[Tensor]]:
+    """This rank's parts of the gradients, each alone, or with ``foreach`` those of one device, dtype and layout.
+
+    Under ``torch.no_grad()``.
+    """
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
     for grad in gradients:
         if isinstance(grad, DTensor):
             grad = grad.to_local()
         if grad is not None:
-            groups[grad.device, grad.dtype, grad.layout].append(grad)
+            kind = (grad.device, grad.dtype, grad.layout) if foreach else len(groups)
+            groups[kind].append(grad)
     return groups.values()

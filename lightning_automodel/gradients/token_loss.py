@@ -161,10 +161,8 @@ class TokenWeighting:
                 " (labels[None]), or return num_label_tokens from training_step."
             )
         if self.label_shift:
-            used = labels[..., self.label_shift :]
-        else:
-            used = labels
-        return (used != self.ignore_index).sum()
+            labels = labels[..., self.label_shift :]
+        return (labels != self.ignore_index).sum()
 
     def objective(
         self, loss: Tensor, count: Count, divided_by: int = 1, aux_loss: Tensor | None = None
@@ -208,10 +206,9 @@ class TokenWeighting:
 
         Each micro-batch counts as 1 where label tokens are not counted: the first total is N either way.
         """
-        if self.per_token_loss:
-            num_label_tokens = totals[0]
-        else:
-            num_label_tokens = torch.zeros_like(totals[0])
+        num_label_tokens = totals[0]
+        if not self.per_token_loss:
+            num_label_tokens = torch.zeros_like(num_label_tokens)
         return StepReport(
             loss=totals[1] / totals[0],
             num_label_tokens=num_label_tokens,
@@ -286,16 +283,12 @@ def count_samples(batch: Any) -> int:
             f" ({_kind_and_keys(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
             " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
-    if sizes:
-        return sizes[0]
-    return 1
+    return sizes[0] if sizes else 1
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it."""
-    if device.type == "mps":
-        return torch.float32
-    return torch.float64
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sums_of(objective: Tensor, count: Count) -> Tensor:

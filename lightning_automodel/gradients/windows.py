@@ -51,9 +51,7 @@ ZEROED_IN_BACKWARD = (
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
-    if isinstance(optimizer, LightningOptimizer):
-        return optimizer.optimizer
-    return optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
