@@ -176,10 +176,11 @@ def peek_at_epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return computed
 
 
-def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+def log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
     """Log what other ranks have logged over an epoch, and this one has not, so that it does not count.
 
-    A collective if this rank has something to reduce. Raises RuntimeError, on every rank, where that would not do.
+    A collective if this rank has something to reduce, by ``gather``, which returns an object of each rank. Raises
+    RuntimeError, on every rank, where that would not do.
     """
     own = {}
     for key, result in results.valid_items():
@@ -214,16 +215,21 @@ def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[An
 
 
 def reduce_metrics_by_name(
-    trainer: Trainer, gather: Callable[[Any], list[Any]], patches: PatchStack
+    trainer: Trainer,
+    has_evaluated: Callable[[], bool],
+    gather: Callable[[Any], list[Any]],
+    patches: PatchStack,
 ) -> None:
-    """Reduce what was logged over an epoch by its names: ranks may have logged it in another order, or not at all.
+    """Reduce what was logged over an epoch in the order of its names: ranks may have logged it in another order.
 
-    ``gather`` returns an object of each rank.
+    ``has_evaluated`` says whether steps of evaluation have run since it was called last: then all ranks come, and
+    what steps of some ranks alone have logged is completed by ``gather``.
     """
 
     def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
         if not on_step:
-            _log_what_others_reduce(results, trainer, gather)
+            if not results.training and has_evaluated():
+                log_what_others_reduce(results, trainer, gather)
             logged = dict(results)
             results.clear()
             results.update(sorted(logged.items()))

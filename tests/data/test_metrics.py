@@ -52,8 +52,17 @@ class Measured(LabelledModule):
         self.log("trained", self.widths["trained"], on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
+    def on_train_epoch_end(self) -> None:
+        """As a callback and the module may log, and a progress bar read in between."""
+        for name in ("one", "another"):
+            self.log(name, 1.0, sync_dist=True)
+            if self.trainer.is_global_zero:
+                assert self.trainer.callback_metrics[name] == 1.0
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         samples = batch["samples"]
+        if 2 in samples:
+            self.log("of one batch", 3.0, batch_size=1, sync_dist=True)
         self.by_query["map"].update(samples / 20, samples % 2, indexes=samples % 3)
         self.by_query["sums"].update(samples.sum())
         self.beside[0].update(float(samples.sum()))
