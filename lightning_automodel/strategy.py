@@ -625,6 +625,8 @@ class AutomodelStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        if self._run is not None:
+            self._run.inputs.batch_comes()
         try:
             return super().batch_to_device(batch, device, dataloader_idx)
         except StopIteration as error:

@@ -193,8 +193,8 @@ class TrainingRun:
         for results in lightning_internals.results_of(module.trainer):
             self.patches.set(results, "log", partial(self.inputs.log, results.log))
         if host_group.size() > 1:
-            lightning_internals.reduce_metrics_by_name(
-                module.trainer, self.inputs.has_evaluated, self._gather, self.patches
+            lightning_internals.reduce_evaluated_by_name(
+                module.trainer, self.inputs.take_evaluated, self.gather, self.patches
             )
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
@@ -213,8 +213,8 @@ class TrainingRun:
         hook = module.on_train_epoch_end
 
         def reduce_then_end() -> None:
-            self.complete_logs()
-            lightning_internals.epoch_metrics(module.trainer)
+            results = lightning_internals.results_of(module.trainer)[0]
+            lightning_internals.reduce_by_name(results, module.trainer, self.gather)
             end()
 
         def hook_then_reduce() -> None:
@@ -224,13 +224,8 @@ class TrainingRun:
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
         self.patches.set(module, "on_train_epoch_end", hook_then_reduce)
 
-    def complete_logs(self) -> None:
-        """Let all ranks have the names under which steps of some have logged over this epoch. A collective if so."""
-        trainer = self.module.trainer
-        results = lightning_internals.results_of(trainer)[0]
-        lightning_internals.log_what_others_reduce(results, trainer, self._gather)
-
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of each rank. A collective over the world."""
         return gather_objects(value, self._placement.host_group)
 
     def _make_weighting(self) -> TokenWeighting:

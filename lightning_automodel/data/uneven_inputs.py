@@ -87,7 +87,7 @@ class UnevenInputs:
         self._next = NO_BATCH  # to evaluate after it
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
-        self._num_seen = 0  # of them, when `has_evaluated` was asked last
+        self._has_evaluated = False  # some batch, since `take_evaluated` was called last
         self._is_of_all_ranks = False  # what is logged
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
@@ -337,11 +337,15 @@ class UnevenInputs:
             join(leader)
         return output
 
-    def has_evaluated(self) -> bool:
-        """Whether steps of evaluation have run since it was asked last, or since an evaluation has ended."""
-        has_run = self._num_evaluated > self._num_seen
-        self._num_seen = self._num_evaluated
-        return has_run
+    def batch_comes(self) -> None:
+        """A batch of the current stage is about to be used, before its hooks."""
+        self._has_evaluated = not self.is_training
+
+    def take_evaluated(self) -> bool:
+        """Whether batches have been evaluated since this was called last, or since an evaluation has ended."""
+        has_evaluated = self._has_evaluated
+        self._has_evaluated = False
+        return has_evaluated
 
     def find_leader(self) -> int | None:
         """The first rank with data in this step of evaluation, if another one has none.
@@ -356,7 +360,7 @@ class UnevenInputs:
         And unless they have reduced values under the same names, and ranks with one ``first_peer`` have the same
         ``collectives``; see :class:`.Engine`.
         """
-        self._num_seen = self._num_evaluated
+        self._has_evaluated = False
         own = self._num_evaluated, self._reduced, (first_peer, collectives)
         told = gather_objects(own, self._group)
         found = [number for number, *_ in told]

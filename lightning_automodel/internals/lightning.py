@@ -7,7 +7,6 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,6 +36,8 @@ from lightning_automodel.internals.torch import defined_in
 
 _CONTAINERS = (dict, list, tuple, deque)
 _MOST_METRICS = 1000
+
+Gather = Callable[[Any], list[Any]]
 
 NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """Lightning's `reduce_fx`, each with the value that does not change its result."""
@@ -158,29 +159,30 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
-def peek_at_epoch_metrics(trainer: Trainer) -> dict[str, Any]:
-    """The same of an epoch that goes on. A collective too.
+def peek_at_epoch_metrics(trainer: Trainer, gather: Gather) -> dict[str, Any]:
+    """The same of an epoch that goes on, by :func:`reduce_by_name`.
 
     Metrics keep nothing of it. They would compute anew after an update alone: at the epoch's end, ranks whose last
     batch was padding would not, and the others would wait for them.
     """
-    logged = trainer.fit_loop.epoch_loop._results.values()
-    metrics: list[nn.Module] = list(logged)
-    for result in logged:
+    results = trainer.fit_loop.epoch_loop._results
+    metrics: list[nn.Module] = list(results.values())
+    for result in results.values():
         if not result.is_tensor:
             metrics += result.value.modules()
     before = [dict(vars(metric)) for metric in metrics]
+    reduce_by_name(results, trainer, gather)
     computed = epoch_metrics(trainer)
     for metric, attributes in zip(metrics, before, strict=True):
         vars(metric).update(attributes)
     return computed
 
 
-def log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any], list[Any]]) -> None:
+def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Gather) -> None:
     """Log what other ranks have logged over an epoch, and this one has not, so that it does not count.
 
-    A collective if this rank has something to reduce, by ``gather``, which returns an object of each rank. Raises
-    RuntimeError, on every rank, where that would not do.
+    A collective if this rank has evaluated, or has something to reduce. Raises RuntimeError, on every rank, for what
+    all ranks must log.
     """
     own = {}
     for key, result in results.valid_items():
@@ -196,10 +198,13 @@ def log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any
                     "prog_bar": meta.prog_bar,
                     "logger": meta.logger,
                     "add_dataloader_idx": meta.add_dataloader_idx,
-                    "reduce_fx": meta.reduce_fx.__name__,
+                    "reduce_fx": meta.reduce_fx,
+                    "enable_graph": meta.enable_graph,
                 },
             )
-    by_rank = gather(own) if own else []
+    by_rank = []
+    if own or not results.training:  # in training, ranks may have come to different ends of epochs
+        by_rank = gather(own)
     for key, (dtype, options) in sorted({key: told[key] for told in by_rank for key in told}.items()):
         if dtype is None and not all(key in told for told in by_rank):
             raise RuntimeError(
@@ -208,38 +213,41 @@ def log_what_others_reduce(results: Any, trainer: Trainer, gather: Callable[[Any
                 " end."
             )
         if key not in own:
-            neutral = NEUTRAL[options["reduce_fx"]]
+            neutral = NEUTRAL[options["reduce_fx"].__name__]
             value = torch.tensor(neutral, dtype=dtype, device=trainer.strategy.root_device)
             reduce = trainer.strategy.reduce
             results.log(value=value, batch_size=0, sync_dist=True, sync_dist_fn=reduce, **options)
+            # Python's own min and max return one of two infinities, in whatever dtype.
+            results[key].value = results[key].value.to(dtype)
 
 
-def reduce_metrics_by_name(
-    trainer: Trainer,
-    has_evaluated: Callable[[], bool],
-    gather: Callable[[Any], list[Any]],
-    patches: PatchStack,
-) -> None:
-    """Reduce what was logged over an epoch in the order of its names: ranks may have logged it in another order.
+def reduce_by_name(results: Any, trainer: Trainer, gather: Gather) -> None:
+    """Reduce what steps have logged over an epoch by its names: ranks may have logged in another order, or not all.
 
-    ``has_evaluated`` says whether steps of evaluation have run since it was called last: then all ranks come, and
-    what steps of some ranks alone have logged is completed by ``gather``.
+    A collective, for which all ranks must come before hooks of the epoch's end log; theirs is reduced in the order of
+    logging, since a progress bar may read some of it on rank 0 earlier. ``gather`` returns an object of each rank.
     """
+    _log_what_others_reduce(results, trainer, gather)
+    logged = dict(results)
+    results.clear()
+    results.update(sorted(logged.items()))
+    type(results).metrics(results, False)
+    # Each result keeps what it was reduced to, so that the order is this rank's again.
+    results.clear()
+    results.update(logged)
+
+
+def reduce_evaluated_by_name(
+    trainer: Trainer, take_evaluated: Callable[[], bool], gather: Gather, patches: PatchStack
+) -> None:
+    """Let :func:`reduce_by_name` come first where a loader has been evaluated, as ``take_evaluated`` says once."""
 
     def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
-        if not on_step:
-            if not results.training and has_evaluated():
-                log_what_others_reduce(results, trainer, gather)
-            logged = dict(results)
-            results.clear()
-            results.update(sorted(logged.items()))
-            metrics(on_step)
-            # Each result keeps what it was reduced to, so that the order is this rank's again.
-            results.clear()
-            results.update(logged)
+        if not on_step and take_evaluated():
+            reduce_by_name(results, trainer, gather)
         return metrics(on_step)
 
-    for results in results_of(trainer):
+    for results in results_of(trainer)[1:]:
         patches.set(results, "metrics", partial(metrics_of, results, results.metrics))
 
 
@@ -303,11 +311,9 @@ def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: Pat
         for name in own:
             setattr(metric, name, [])
         sync_others(dist_sync_fn, process_group)
-        missing = object()
         for name in own:
-            # As TorchMetrics has them: the first entry of each rank, then the second ones.
-            rows = zip_longest(*(states[name] for states in by_rank), fillvalue=missing)
-            state: Any = [entry for row in rows for entry in row if entry is not missing]
+            # Rank by rank: entries of lists with one for each batch, and with one for each sample, belong together.
+            state: Any = [entry for states in by_rank for entry in states[name]]
             state = move_data_to_device(state, metric.device)
             reduce: Any = metric._reductions[name]
             if state and reduce is not None:

@@ -209,8 +209,7 @@ class Resume:
         if not trainer.interrupted:  # after an exception, it may not be possible to compute metrics
             seen |= trainer.callback_metrics
             if at.stage != loops.EPOCH and loops.is_last_batch(trainer):
-                self._run.complete_logs()
-                seen |= lightning_internals.peek_at_epoch_metrics(trainer)
+                seen |= lightning_internals.peek_at_epoch_metrics(trainer, self._run.gather)
         own = {
             "at": vars(at),
             "logged": logged,

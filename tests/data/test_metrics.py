@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, Metric, MetricCollection
 from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_automodel import AutomodelStrategy
 from tests.data.plain import ENGINES
@@ -25,15 +26,20 @@ class Widths(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("rows", default=[], dist_reduce_fx=None)
+        self.add_state("batches", default=[], dist_reduce_fx="cat")
+        self.add_state("samples", default=[], dist_reduce_fx="cat")
         self.add_state("number", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, samples: Tensor) -> None:
+        self.batches.append(samples)
         for sample in samples:
+            self.samples.append(sample)
             self.rows.append(torch.ones(int(sample) % 3, 2))
             self.number += 1
 
     def compute(self) -> Tensor:
         assert len(self.rows) == self.number
+        assert torch.equal(dim_zero_cat(self.samples), dim_zero_cat(self.batches))
         return torch.cat(self.rows).sum()
 
 
@@ -69,17 +75,21 @@ class Measured(LabelledModule):
         self.widths["evaluated"].update(samples)
         self.log("evaluated", self.widths["evaluated"])
         for sample in samples:
-            kind = ("mean", "sum", "max", "min")[sample % 4]
-            self.log(f"by {kind}", 1.0 + sample.double(), batch_size=1, reduce_fx=kind, sync_dist=True)
+            kind = ("mean", sum, torch.max, min)[sample % 4]
+            self.log(
+                f"kind {sample % 4}", 1.0 + sample.double(), batch_size=1, reduce_fx=kind, sync_dist=True
+            )
 
     def on_validation_epoch_end(self) -> None:
         for _ in range(2):
             found = self.by_query.compute()
         self.kept = len(self.by_query["sums"].value)
+        beside = self.beside[0].compute().sum()
         pickled = pickle.loads(pickle.dumps(self.beside[0]))
         assert pickled.dist_sync_fn is None
         assert len(pickled.value) == self.kept
-        beside = self.beside[0].compute().sum()
+        self.by_query.reset()
+        self.beside[0].reset()
         self.log_dict({"map": found["map"], "sums": found["sums"].sum(), "beside": beside})
 
 
@@ -96,7 +106,7 @@ def _measure(
     options: dict[str, Any] | None, num_samples: int, batch_size: int
 ) -> tuple[dict[str, float], int]:
     module = Measured()
-    settings: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    settings: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
     if options is None:
         trainer = Trainer(
             accelerator="cpu",
