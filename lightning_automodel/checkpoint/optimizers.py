@@ -15,6 +15,7 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped,
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.gradients.windows import optimizer_parameters
-from lightning_automodel.internals.torch import has_load_hooks, without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = (
     "configure the optimizers that the run was saved with (what a checkpoint or on_load_checkpoint sets comes after"
@@ -190,7 +191,7 @@ def load_state(
     """
     optimizer = named.optimizer
     numbered = renamed(state, {name: number for number, name in enumerate(named.names)})
-    if not has_groups(numbered) or not has_load_hooks(optimizer):
+    if not has_groups(numbered):
         optimizer.load_state_dict(numbered)
         return
     for group in numbered["param_groups"]:
@@ -209,9 +210,10 @@ def load_state(
                     del saved["step"]  # for which torch has a rule of its own
                 optimizer.state[parameter].update(saved)
 
-    # After the hooks of the user's that change what is loaded, and before those that change what was.
-    with (
-        optimizer.register_load_state_dict_pre_hook(take),
-        optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
-    ):
+    with ExitStack() as hooks:
+        # Wrappers that do not call the constructor of `Optimizer` have none.
+        with suppress(AttributeError):
+            # After the hooks of the user's that change what is loaded, and before those that change what was.
+            hooks.enter_context(optimizer.register_load_state_dict_pre_hook(take))
+            hooks.enter_context(optimizer.register_load_state_dict_post_hook(put_back, prepend=True))
         optimizer.load_state_dict(numbered)

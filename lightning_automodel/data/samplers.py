@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, Subset
 from typing_extensions import override
 
 from lightning_automodel.data.batches import unwrap_loader
+from lightning_automodel.internals.torch import iterate_anew
 
 _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
 
@@ -121,6 +122,7 @@ def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
             vars(holder)[name] = own
         elif getattr(value, "sampler", None) is sampler:
             vars(holder)[name] = _with_sampler(value, sampler, own)
+    iterate_anew(holder)
     return holder
 
 

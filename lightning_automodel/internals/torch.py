@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
@@ -104,9 +105,10 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
-def has_load_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be registered for loading: some wrappers do not call the constructor of ``Optimizer``."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+def iterate_anew(loader: Any) -> None:
+    """Let a loader use the sampler that it has now: persistent workers, if it has any, keep that of their start."""
+    if isinstance(loader, DataLoader):
+        loader._iterator = None
 
 
 def register_first_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:

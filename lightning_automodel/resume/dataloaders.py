@@ -23,6 +23,7 @@ from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
 from lightning_automodel.data.samplers import innermost_sampler, samplers_of
 from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.torch import iterate_anew
 from lightning_automodel.resume import loops, rng
 
 # What a loader goes on by within an epoch, in checkpoints.
@@ -61,12 +62,16 @@ class RecordingSampler(Wrapper):
             _begins_at=begins_at,
             _name=name,
         )
+        self._set_sampler(self)
+
+    def _set_sampler(self, sampler: Any) -> None:
         # DataLoader refuses to set its sampler after its construction.
-        vars(loader)[name] = self
+        vars(self._loader())[self._name] = sampler
+        iterate_anew(self._loader())
 
     def close(self) -> None:
         """Restore the loader's own sampler."""
-        vars(self._loader())[self._name] = self._inner
+        self._set_sampler(self._inner)
 
     def __len__(self) -> int:
         return len(self._inner)

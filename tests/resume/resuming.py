@@ -306,6 +306,7 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         "single rows": lambda: DataLoader(Single(), shuffle=True, batch_size=None),
         "workers": lambda: DataLoader(Still(), shuffle=True, num_workers=2, **options),
         "persistent workers": lambda: DataLoader(Still(), shuffle=True, **persistent, **options),
+        "used before": lambda: _used(DataLoader(Still(), sampler=Drawing(11), **persistent, **options)),
         "stateful": lambda: StatefulDataLoader(rows, **drawn),
         "wrapped stateful": lambda: StatefulDataLoader(
             data, shuffle=True, **options
@@ -325,6 +326,12 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     return CombinedLoader(
         {"few": makers["short own generator"](), "many": makers["global generator"]()}, kind
     )
+
+
+def _used(loader: DataLoader) -> DataLoader:
+    """A loader from which a first batch was taken, whose workers go on."""
+    next(iter(loader))
+    return loader
 
 
 class Yielding(DataLoader):

@@ -66,6 +66,7 @@ class SetsEpoch(Calm):
         ("single rows", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
         ("workers", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
         ("persistent workers", Learner, 2, (*STOPS, ("on_train_batch_end", 10))),
+        ("quiet used before", Calm, 4, (("on_train_batch_end", 3),)),
         ("stateful", Learner, 2, (*STOPS, ("on_train_batch_end", 9))),
         ("own generator", DrawsItsBatches, 1, STOPS),
         # The epoch of a user's batch sampler is set by nobody but the user.
