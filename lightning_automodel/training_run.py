@@ -194,7 +194,7 @@ class TrainingRun:
             self.patches.set(results, "log", partial(self.inputs.log, results.log))
         if host_group.size() > 1:
             lightning_internals.reduce_evaluated_by_name(
-                module.trainer, self.inputs.take_evaluated, self.gather, self.patches
+                module.trainer, self._take_evaluated, self.gather, self.patches
             )
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
@@ -213,6 +213,7 @@ class TrainingRun:
         hook = module.on_train_epoch_end
 
         def reduce_then_end() -> None:
+            self.patch_metrics()
             results = lightning_internals.results_of(module.trainer)[0]
             lightning_internals.reduce_by_name(results, module.trainer, self.gather)
             end()
@@ -223,6 +224,13 @@ class TrainingRun:
 
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
         self.patches.set(module, "on_train_epoch_end", hook_then_reduce)
+
+    def _take_evaluated(self) -> bool:
+        """Whether a loader has been evaluated, whose metrics are computed next."""
+        has_evaluated = self.inputs.take_evaluated()
+        if has_evaluated:
+            self.patch_metrics()  # also those that steps have made
+        return has_evaluated
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable ``value`` of each rank. A collective over the world."""

@@ -303,6 +303,11 @@ def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: Pat
     """
 
     def sync(sync_others: Callable[..., None], dist_sync_fn: Any, process_group: Any = None) -> None:
+        if metric._cache is None:
+            raise RuntimeError(
+                f"A shallow copy of a {type(metric).__name__} is computed, whose lists are those of the metric that was"
+                " copied: call metric.clone() in place of copy.copy(metric)."
+            )
         own = {name: getattr(metric, name) for name in metric._reductions}
         own = {name: state for name, state in own.items() if isinstance(state, list)}
         by_rank = []
@@ -349,13 +354,15 @@ def metrics_in(module: LightningModule) -> dict[str, Metric]:
 
 
 def _modules_within(attributes: dict[str, Any]) -> Iterator[nn.Module]:
-    """The modules in nested containers, but for those with more entries than anybody has metrics, such as samples."""
+    """The modules in nested containers. Not in more, or larger, ones than anybody has metrics, such as of samples."""
     containers: list[Any] = [attributes]
     seen = {id(attributes)}
     for container in containers:  # grows
         for value in container.values() if isinstance(container, dict) else container:
             if isinstance(value, nn.Module):
                 yield value
-            elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_METRICS and id(value) not in seen:
+            elif not isinstance(value, _CONTAINERS) or id(value) in seen:
+                continue
+            elif len(value) <= _MOST_METRICS and len(containers) < _MOST_METRICS:
                 seen.add(id(value))
                 containers.append(value)

@@ -138,7 +138,7 @@ class TrainingLoaders:
         if is_stateful(loader):
             processed = track(processed, dist.group.WORLD, self._trainer.fit_loop)
             processed.window_start = self._window_start
-        elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
+        elif is_of_torch and _goes_by_indices(loader) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
             device = self._trainer.strategy.root_device
             self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
@@ -238,6 +238,11 @@ class TrainingLoaders:
 
 def _flat(loaders: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+
+
+def _goes_by_indices(loader: DataLoader[Any]) -> bool:
+    """Whether a loader yields batches in the order of the indices that its sampler draws; workers may not wait."""
+    return not isinstance(loader.dataset, IterableDataset) and getattr(loader, "in_order", True)
 
 
 def _identity(loader: Any) -> tuple[str, int | None, int | None]:

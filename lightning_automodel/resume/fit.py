@@ -34,7 +34,7 @@ REPEATS = (
 )
 WITHOUT_POSITION = (
     "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is neither a"
-    " map-style DataLoader that torch itself iterates once in an epoch, nor has it state_dict() and"
+    " map-style DataLoader that torch itself iterates in order once in an epoch, nor has it state_dict() and"
     " load_state_dict() that hold its order, and that no other iteration of it has changed. Use torchdata's"
     " StatefulDataLoader, over a stream (IterableDataset) that has both too, with shuffle=True beside"
     " Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or resume after an epoch."

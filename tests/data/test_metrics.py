@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -90,6 +91,9 @@ class Measured(LabelledModule):
         assert len(pickled.value) == self.kept
         self.by_query.reset()
         self.beside[0].reset()
+        if self.trainer.world_size > 1:
+            with pytest.raises(RuntimeError, match="A shallow copy of a CatMetric is computed"):
+                copy.copy(self.beside[0]).compute()
         self.log_dict({"map": found["map"], "sums": found["sums"].sum(), "beside": beside})
 
 

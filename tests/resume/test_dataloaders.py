@@ -146,7 +146,15 @@ def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["wrapped stateful", "stream without a state", "iterable", "max_size_cycle", "own iteration"]
+    "kind",
+    [
+        "wrapped stateful",
+        "stream without a state",
+        "iterable",
+        "max_size_cycle",
+        "own iteration",
+        "as workers end",
+    ],
 )
 @pytest.mark.every_case
 def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
