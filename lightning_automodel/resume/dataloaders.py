@@ -242,7 +242,8 @@ def _flat(loaders: Any) -> list[Any]:
 
 def _goes_by_indices(loader: DataLoader[Any]) -> bool:
     """Whether a loader yields batches in the order of the indices that its sampler draws; workers may not wait."""
-    return not isinstance(loader.dataset, IterableDataset) and getattr(loader, "in_order", True)
+    is_in_order = getattr(loader, "in_order", True) or loader.num_workers < 2
+    return is_in_order and not isinstance(loader.dataset, IterableDataset)
 
 
 def _identity(loader: Any) -> tuple[str, int | None, int | None]:

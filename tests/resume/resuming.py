@@ -306,7 +306,7 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         "single rows": lambda: DataLoader(Single(), shuffle=True, batch_size=None),
         "workers": lambda: DataLoader(Still(), shuffle=True, num_workers=2, **options),
         "persistent workers": lambda: DataLoader(Still(), shuffle=True, **persistent, **options),
-        "as workers end": lambda: DataLoader(Still(), num_workers=1, in_order=False, **options),
+        "as workers end": lambda: DataLoader(Still(), num_workers=2, in_order=False, **options),
         "used before": lambda: _used(DataLoader(rows, **persistent, **drawn)),
         "stateful": lambda: StatefulDataLoader(rows, **drawn),
         "wrapped stateful": lambda: StatefulDataLoader(
