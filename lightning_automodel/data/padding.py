@@ -50,7 +50,7 @@ def log_neutral(log: Callable[..., None], fx: str, name: str, value: Any, **opti
     reduction = str(getattr(options["reduce_fx"], "__name__", options["reduce_fx"])).lower()
     if isinstance(value, Metric):
         log(fx, name, value, **options)
-    elif options["sync_dist"]:
+    elif options["sync_dist"] and not options.get("rank_zero_only"):
         if reduction not in lightning_internals.NEUTRAL:
             raise ValueError(
                 f"self.log({name!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose data has ended"

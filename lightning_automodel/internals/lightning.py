@@ -26,7 +26,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
@@ -312,7 +313,9 @@ def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: Pat
         own = {name: state for name, state in own.items() if isinstance(state, list)}
         by_rank = []
         if own:
-            by_rank = gather(move_data_to_device(own, "cpu"), process_group or metric.process_group)
+            # Copies: a view, such as a row of a batch, would be sent with all that it is a view of.
+            sent = apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+            by_rank = gather(sent, process_group or metric.process_group)
         for name in own:
             setattr(metric, name, [])
         sync_others(dist_sync_fn, process_group)

@@ -57,6 +57,8 @@ class Measured(LabelledModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.widths["trained"].update(batch["samples"])
         self.log("trained", self.widths["trained"], on_step=False, on_epoch=True)
+        if 2 in batch["samples"]:
+            self.log("of one", 5.0, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
