@@ -132,11 +132,6 @@ class StrategyOptions:
             raise ValueError(
                 "count='samples' and count_label_tokens are two ways to tell the count: pass one of them."
             )
-        sizes = self._changed(_SIZES)
-        if self.device_mesh is not None and sizes:
-            raise ValueError(
-                f"{', '.join(sizes)} beside device_mesh, whose sizes are those of the run: leave one of them out."
-            )
         if self.activation_checkpointing == "offload" and self.compile is not False:
             raise ValueError(
                 "activation_checkpointing='offload' does not work with compile: torch.compile leaves out"
@@ -151,7 +146,9 @@ class StrategyOptions:
 
     def _check_beside_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences or with spread experts."""
+        has_mesh = self.device_mesh is not None
         of_slices = {
+            "device_mesh": has_mesh,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
             "count='samples' (a slice is not a sample)": self.count == "samples",
             "count_window_ahead=True": self.count_window_ahead,
@@ -159,6 +156,7 @@ class StrategyOptions:
         }
         of_experts = {
             "data_parallel='ddp' (which copies whole parameters to every rank: pass 'fsdp2')": not self.is_sharded,
+            "device_mesh (whose ranks the strategy would have to split: pass the sizes)": has_mesh,
         }
         for keyword, problems in (
             ("context_parallel_size", of_slices),
@@ -186,9 +184,9 @@ class StrategyOptions:
         """Whether the engine is FSDP2."""
         return self.data_parallel == "fsdp2"
 
-    def sizes(self) -> dict[str, Any]:
-        """Sizes of the mesh, by keyword."""
-        return {name: getattr(self, name) for name in _SIZES}
+    def sizes(self, given: bool = False) -> dict[str, Any]:
+        """Sizes of the mesh, by keyword; only those that differ from their defaults if ``given``."""
+        return {name: getattr(self, name) for name in (self._changed(_SIZES) if given else _SIZES)}
 
     def without_effect(self) -> list[str]:
         """One sentence for each option that has no effect because of another one."""

@@ -428,7 +428,9 @@ class AutomodelStrategy(ParallelStrategy):
         options = self._options
         device_type = self.root_device.type
         if options.device_mesh is not None:
-            return adopt_mesh(options.device_mesh, device_type, options.data_parallel)
+            return adopt_mesh(
+                options.device_mesh, device_type, options.data_parallel, options.sizes(given=True)
+            )
         sizes = resolve_sizes(
             data_parallel=options.data_parallel,
             world_size=self.world_size,

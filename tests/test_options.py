@@ -226,21 +226,19 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
             {"data_parallel": "ddp"},
             "data_parallel='ddp' (which copies whole parameters to every rank: pass 'fsdp2')",
         ),
+        (
+            "expert",
+            {"device_mesh": Mock(spec=DeviceMesh)},
+            "device_mesh (whose ranks the strategy would have to split: pass the sizes)",
+        ),
     ],
 )
 def test_beside_parallelism(beside: str, options: dict[str, Any], named: str) -> None:
-    """What slices of sequences make wrong; DDP copies whole parameters."""
+    """What slices of sequences make wrong; DDP copies whole parameters, and a caller's mesh has no experts."""
     message = f"{beside}_parallel_size=2 does not work with {named}"
     with pytest.raises(ValueError, match="does not work with") as raised:
         AutomodelStrategy(**{f"{beside}_parallel_size": 2}, **options)
     assert str(raised.value) == f"{message}: leave one of them out."
-
-
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "context_parallel_size", "expert_parallel_size"])
-def test_sizes_beside_a_mesh(size: str) -> None:
-    """A caller's mesh has neither slices nor experts, and the sizes of all else are its own."""
-    with pytest.raises(ValueError, match=f"^{size} beside device_mesh, whose sizes are those of the run"):
-        AutomodelStrategy(device_mesh=Mock(spec=DeviceMesh), **{size: 2})
 
 
 def test_an_unknown_keyword() -> None:

@@ -1,9 +1,10 @@
 """Sizes and "auto", or a mesh that the caller built, become a validated device mesh with named dimensions."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -260,11 +261,14 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     )
 
 
-def adopt_mesh(mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"]) -> RunMesh:
+def adopt_mesh(
+    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], requested: Mapping[str, Any]
+) -> RunMesh:
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups
-    keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run.
+    keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run,
+    or contradicts ``requested``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:
@@ -290,6 +294,16 @@ def adopt_mesh(mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2
         world_size=world_size,
         num_nodes=1,
     )
+    actual = {
+        "data_parallel_size": sizes.data_parallel,
+        "data_parallel_replicate_size": sizes.replicate,
+        "tensor_parallel_size": sizes.tensor,
+    }
+    for keyword, value in requested.items():
+        if value not in ("auto", actual[keyword]):
+            raise ValueError(
+                f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
+            )
     data = tuple(name for name, role in roles.items() if role != TENSOR)
     tensor = next((name for name, role in roles.items() if role == TENSOR), None)
     return view_mesh(mesh, sizes, data, tensor)

@@ -122,7 +122,7 @@ def test_user_code_finds_data_parallel_ranks_by_name(
 def _adopted() -> tuple[int, list[float]]:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     before = len(dist.distributed_c10d._world.pg_map)
-    adopted = adopt_mesh(mesh, "cpu", "fsdp2")
+    adopted = adopt_mesh(mesh, "cpu", "fsdp2", {})
     return len(dist.distributed_c10d._world.pg_map) - before, _sums(adopted)
 
 
@@ -154,12 +154,13 @@ def adopt(
     shape: tuple[int, ...],
     names: tuple[str, ...] | None,
     engine: Any = "fsdp2",
+    told: dict[str, Any] | None = None,
     type_: str = "cpu",
 ) -> Any:
     """Sizes, names and sizes of what FSDP2 takes, and ranks with different data; or the error."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     try:
-        adopted = adopt_mesh(mesh, type_, engine)
+        adopted = adopt_mesh(mesh, type_, engine, told or {})
     except ValueError as error:
         return str(error)
     ranks = adopted.data_parallel.mesh.tolist()
@@ -174,6 +175,7 @@ def adopt_all(arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 ALL = [0, 1, 2, 3]
+SAME = {"tensor_parallel_size": 2, "data_parallel_size": "auto"}
 FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
     (((4,), None), (MeshSizes(1, 4), None, (4,), ALL)),
     (((4,), ("dp",)), (MeshSizes(1, 4), ("dp",), (4,), ALL)),
@@ -190,9 +192,11 @@ FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
     ),
     (((2, 2), ("replicate", "shard"), "ddp"), (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), ALL)),
     (((4,), ("replicate",), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), ALL)),
+    (((2, 2), ("dp", "tp"), "fsdp2", SAME), (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2])),
 ]
 HAS = "device_mesh has the dimensions "
 NEEDS = ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or "
+CONTRADICTS = "tensor_parallel_size=4 contradicts device_mesh, where it is 2: leave it out."
 OTHER = "device_mesh is for devices of type 'cpu', but this run's are of type 'cuda': build it with"
 UNFIT: list[tuple[tuple[Any, ...], str]] = [
     (((2, 2), None), f"{HAS}'no name' (2), 'no name' (2){NEEDS}"),
@@ -202,7 +206,8 @@ UNFIT: list[tuple[tuple[Any, ...], str]] = [
     (((2, 2), ("tp", "dp")), f"{HAS}'tp' (2), 'dp' (2){NEEDS}"),
     (((4,), ("replicate",)), f"{HAS}'replicate' (4){NEEDS}"),
     (((2, 2), ("dp", "tp"), "ddp"), "Tensor parallelism (size 2) does not work with data_parallel='ddp'"),
-    (((4,), ("dp",), "fsdp2", "cuda"), OTHER),
+    (((2, 2), ("dp", "tp"), "fsdp2", {"tensor_parallel_size": 4}), CONTRADICTS),
+    (((4,), ("dp",), "fsdp2", {}, "cuda"), OTHER),
 ]
 
 
@@ -224,7 +229,7 @@ def refuse_ranks(layouts: list[Any]) -> None:
         names = ("replicate", "shard") if isinstance(layout[0], list) else ("shard",)
         message = f"^device_mesh holds the ranks {re.escape(str(layout))}, but must hold all 4 ranks.*in their order"
         with pytest.raises(ValueError, match=message):
-            adopt_mesh(DeviceMesh("cpu", layout, mesh_dim_names=names), "cpu", "fsdp2")
+            adopt_mesh(DeviceMesh("cpu", layout, mesh_dim_names=names), "cpu", "fsdp2", {})
 
 
 def test_ranks_out_of_order_or_missing_are_refused(pool4: RankPool) -> None:
