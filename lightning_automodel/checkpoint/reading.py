@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import on_this_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
 from lightning_automodel.checkpoint.mapped_files import new_tensor
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory, open_checkpoint
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
 from lightning_automodel.checkpoint.tree import moved
@@ -26,7 +26,9 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     ids by order.
     """
     target = paths.new_local_target(out)
-    shards = ShardDirectory(path, weights_only)
+    _, shards = open_checkpoint(path, weights_only)
+    if shards is None:
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     save_file(shards.read_all(shards.tree, partial(new_tensor, target.parent)), str(target))
 
 
