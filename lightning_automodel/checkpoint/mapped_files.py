@@ -14,9 +14,8 @@ def new_tensor(folder: str | Path, size: torch.Size, dtype: torch.dtype) -> Tens
     """A tensor mapped to a new file in ``folder``, whose name goes at once, and whose content with the tensor."""
     if size.numel() == 0:
         return torch.empty(size, dtype=dtype)
-    with tempfile.NamedTemporaryFile(
-        dir=folder, prefix=paths.TEMPORARY
-    ) as file:  # the mapping keeps it alive
+    # The mapping keeps it alive.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
         if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
             os.posix_fallocate(file.fileno(), 0, size.numel() * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)

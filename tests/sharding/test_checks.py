@@ -33,7 +33,6 @@ from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import STRATEGIES, by_default, loader, make_trainer
 
 DDP: dict[str, Any] = {"data_parallel": "ddp"}
-RESHARDS: dict[str, Any] = {"reshard_during_accumulation": True}
 
 
 class Net(LightningModule):
