@@ -8,6 +8,8 @@ from lightning_automodel.internals.releases import importing_private_names
 with importing_private_names():
     import lightning_automodel.internals.fsdp2
     import lightning_automodel.internals.lightning
+    import lightning_automodel.internals.logged_values
+    import lightning_automodel.internals.metrics
     import lightning_automodel.internals.process_groups
     import lightning_automodel.internals.torch  # noqa: F401
 

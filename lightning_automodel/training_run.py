@@ -31,7 +31,8 @@ from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
-from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import logged_values
+from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
@@ -160,7 +161,7 @@ class TrainingRun:
 
         Looks at all that modules hold, which takes its time.
         """
-        metrics = lightning_internals.metrics_in(self.module)
+        metrics = metrics_internals.metrics_in(self.module)
         synchronise_over(self._mesh.group, metrics.values(), self.patches)
 
     def _make_training(self, fitting: bool) -> None:
@@ -190,10 +191,10 @@ class TrainingRun:
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
         self.patches.set(Gathers, "check", self.inputs.check_communication)
-        for results in lightning_internals.results_of(module.trainer):
+        for results in logged_values.results_of(module.trainer):
             self.patches.set(results, "log", partial(self.inputs.log, results.log))
         if host_group.size() > 1:
-            lightning_internals.reduce_evaluated_by_name(
+            logged_values.reduce_evaluated_by_name(
                 module.trainer, self._take_evaluated, self.gather, self.patches
             )
         if fitting and host_group.size() > 1:
@@ -214,13 +215,13 @@ class TrainingRun:
 
         def reduce_then_end() -> None:
             self.patch_metrics()
-            results = lightning_internals.results_of(module.trainer)[0]
-            lightning_internals.reduce_by_name(results, module.trainer, self.gather)
+            results = logged_values.results_of(module.trainer)[0]
+            logged_values.reduce_by_name(results, module.trainer, self.gather)
             end()
 
         def hook_then_reduce() -> None:
             hook()
-            lightning_internals.compute_metrics_again(module.trainer)
+            logged_values.compute_metrics_again(module.trainer)
 
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
         self.patches.set(module, "on_train_epoch_end", hook_then_reduce)

@@ -115,9 +115,10 @@ def _print_shape() -> None:
 
 def _print_private_names() -> None:
     names = private_names_by_file()
-    of_lightning = names.pop("internals/lightning.py", set())
+    files = [f"internals/{name}.py" for name in ("lightning", "logged_values", "metrics")]
+    of_lightning = set().union(*(names.pop(file) for file in files))
     of_torch = set().union(*names.values())
-    print(f"{len(of_torch)} private names of torch, {len(of_lightning)} of Lightning")
+    print(f"{len(of_torch)} private names of torch, {len(of_lightning)} of Lightning and TorchMetrics")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from lightning_automodel.context_parallel.attention import Slices
 from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import class_name
@@ -172,7 +172,7 @@ class FirstStepCheck:
                 for value in vars(submodule).values():
                     if isinstance(value, list):  # as user hooks fill
                         patches.callback(value.__setitem__, slice(None), list(value))
-            for results in lightning_internals.results_of(self._module.trainer):
+            for results in logged_values.results_of(self._module.trainer):
                 patches.set(results, "log", lambda *_, **__: None)
             yield
 

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel.distributed.collectives import Gathers, gather_objects
-from lightning_automodel.internals.lightning import sync_lists_by
+from lightning_automodel.internals.metrics import sync_lists_by
 from lightning_automodel.internals.patching import PatchStack
 
 

@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import torch
 from torchmetrics import Metric
 
-from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import logged_values
+from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals.dtensor import tree_map_only
 
 
@@ -21,7 +22,7 @@ class ModuleState:
         # All of their attributes: `Running` and `MinMaxMetric` keep numbers beside their states.
         self._metrics = [
             (metric, tree_map_only(torch.Tensor, torch.Tensor.clone, dict(vars(metric))))
-            for metric in lightning_internals.metrics_in(module).values()
+            for metric in metrics_internals.metrics_in(module).values()
         ]
         self._buffers = [
             (owner, name, buffer)
@@ -51,13 +52,13 @@ def log_neutral(log: Callable[..., None], fx: str, name: str, value: Any, **opti
     if isinstance(value, Metric):
         log(fx, name, value, **options)
     elif options["sync_dist"] and not options.get("rank_zero_only"):
-        if reduction not in lightning_internals.NEUTRAL:
+        if reduction not in logged_values.NEUTRAL:
             raise ValueError(
                 f"self.log({name!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose data has ended"
                 " (uneven_inputs='pad') has no neutral value; valid are"
-                f" {', '.join(map(repr, lightning_internals.NEUTRAL))}."
+                f" {', '.join(map(repr, logged_values.NEUTRAL))}."
             )
         # Of integers, the default dtype of floats.
         dtype = torch.result_type(value, 1.0)
-        neutral_value = torch.full_like(value, lightning_internals.NEUTRAL[reduction], dtype=dtype)
+        neutral_value = torch.full_like(value, logged_values.NEUTRAL[reduction], dtype=dtype)
         log(fx, name, neutral_value, **{**options, "batch_size": 0})

@@ -1,16 +1,12 @@
-"""Every private name of Lightning that the package uses, each with its reason."""
+"""Private names of Lightning's trainer, loops and launchers, each with its reason."""
 
 # ruff: noqa: F401 (other modules import these names from here)
 
 import inspect
 import signal
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,22 +22,10 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torchmetrics import Metric
 
-from lightning_automodel.internals.patching import PatchStack, is_patched, overwrite
+from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
-
-_CONTAINERS = (dict, list, tuple, deque)
-_MOST_METRICS = 1000
-
-Gather = Callable[[Any], list[Any]]
-
-NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-"""Lightning's `reduce_fx`, each with the value that does not change its result."""
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "pre_backward")
 
@@ -148,118 +132,6 @@ def is_trainer_drawing() -> bool:
     return False
 
 
-def results_of(trainer: Trainer) -> list[Any]:
-    """What is logged: in training, in validations within it, and in the other stages."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-    return [loop._results for loop in loops]
-
-
-def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
-    """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
-    return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
-
-
-def peek_at_epoch_metrics(trainer: Trainer, gather: Gather) -> dict[str, Any]:
-    """The same of an epoch that goes on, by :func:`reduce_by_name`.
-
-    Metrics keep nothing of it. They would compute anew after an update alone: at the epoch's end, ranks whose last
-    batch was padding would not, and the others would wait for them.
-    """
-    results = trainer.fit_loop.epoch_loop._results
-    metrics: list[nn.Module] = list(results.values())
-    for result in results.values():
-        if not result.is_tensor:
-            metrics += result.value.modules()
-    before = [dict(vars(metric)) for metric in metrics]
-    reduce_by_name(results, trainer, gather)
-    computed = epoch_metrics(trainer)
-    for metric, attributes in zip(metrics, before, strict=True):
-        vars(metric).update(attributes)
-    return computed
-
-
-def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Gather) -> None:
-    """Log what other ranks have logged over an epoch, and this one has not, so that it does not count.
-
-    A collective if this rank has evaluated, or has something to reduce. Raises RuntimeError, on every rank, for what
-    all ranks must log.
-    """
-    own = {}
-    for key, result in results.valid_items():
-        meta = result.meta
-        is_reduced = not result.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only)
-        if is_reduced and meta.on_epoch and result._computed is None:
-            dtype = None if meta.on_step or not result.is_tensor else result.value.dtype
-            own[key] = (
-                dtype,
-                {
-                    "fx": meta.fx.removesuffix(f".{results.dataloader_idx}"),
-                    "name": meta.name,
-                    "prog_bar": meta.prog_bar,
-                    "logger": meta.logger,
-                    "add_dataloader_idx": meta.add_dataloader_idx,
-                    "reduce_fx": meta.reduce_fx,
-                    "enable_graph": meta.enable_graph,
-                },
-            )
-    by_rank = []
-    if own or not results.training:  # in training, ranks may have come to different ends of epochs
-        by_rank = gather(own)
-    for key, (dtype, options) in sorted({key: told[key] for told in by_rank for key in told}.items()):
-        if dtype is None and not all(key in told for told in by_rank):
-            raise RuntimeError(
-                f"{options['name']!r} was logged on some ranks alone. TorchMetrics, and values with on_step=True and"
-                " sync_dist=True, are reduced by all ranks together: log them in each batch, or in hooks of an epoch's"
-                " end."
-            )
-        if key not in own:
-            neutral = NEUTRAL[options["reduce_fx"].__name__]
-            value = torch.tensor(neutral, dtype=dtype, device=trainer.strategy.root_device)
-            reduce = trainer.strategy.reduce
-            results.log(value=value, batch_size=0, sync_dist=True, sync_dist_fn=reduce, **options)
-            # Python's own min and max return one of two infinities, in whatever dtype.
-            results[key].value = results[key].value.to(dtype)
-
-
-def reduce_by_name(results: Any, trainer: Trainer, gather: Gather) -> None:
-    """Reduce what steps have logged over an epoch by its names: ranks may have logged in another order, or not all.
-
-    A collective, for which all ranks must come before hooks of the epoch's end log; theirs is reduced in the order of
-    logging, since a progress bar may read some of it on rank 0 earlier. ``gather`` returns an object of each rank.
-    """
-    _log_what_others_reduce(results, trainer, gather)
-    logged = dict(results)
-    results.clear()
-    results.update(sorted(logged.items()))
-    type(results).metrics(results, False)
-    # Each result keeps what it was reduced to, so that the order is this rank's again.
-    results.clear()
-    results.update(logged)
-
-
-def reduce_evaluated_by_name(
-    trainer: Trainer, take_evaluated: Callable[[], bool], gather: Gather, patches: PatchStack
-) -> None:
-    """Let :func:`reduce_by_name` come first where a loader has been evaluated, as ``take_evaluated`` says once."""
-
-    def metrics_of(results: Any, metrics: Callable[[bool], Any], on_step: bool) -> Any:
-        if not on_step and take_evaluated():
-            reduce_by_name(results, trainer, gather)
-        return metrics(on_step)
-
-    for results in results_of(trainer)[1:]:
-        patches.set(results, "metrics", partial(metrics_of, results, results.metrics))
-
-
-def compute_metrics_again(trainer: Trainer) -> None:
-    """Compute anew what TorchMetrics objects are logged, which hooks may have updated since. A collective if so."""
-    for result in trainer.fit_loop.epoch_loop._results.values():
-        if not result.is_tensor:
-            result.update(result.value, batch_size=1)  # forgets what it has computed
-    epoch_metrics(trainer)
-
-
 STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 
@@ -268,104 +140,8 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def logged_metrics(loop: Any) -> set[int]:
-    """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
-    return {id(result.value) for result in loop._results.values() if not result.is_tensor}
-
-
 def told_weights_only(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool | None:
     """What the user gave ``fit`` as ``weights_only``: Lightning drops it if a strategy loads after its set-up."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
-
-
-def metric_state(metric: Metric) -> dict[str, Any]:
-    """A copy of a TorchMetrics object's state, for :func:`set_metric_state`."""
-    # Metrics append to list states, and do not change their tensors in place.
-    states = {k: list(v) if isinstance(v, list) else v.clone() for k, v in metric.metric_state.items()}
-    return {"states": states, "count": metric.update_count}
-
-
-def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
-    """Restore what :func:`metric_state` returned."""
-    metric.reset()
-    for name, state in saved["states"].items():
-        if name in metric.metric_state:
-            setattr(metric, name, move_data_to_device(state, metric.device))
-    overwrite(metric, "_update_count", saved["count"])
-
-
-def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: PatchStack) -> None:
-    """Let ``gather(lists, group)`` bring the states of a metric that are lists, with an entry for each batch or image.
-
-    TorchMetrics gathers entries one by one, or concatenates several, but not one alone: ranks with unequal numbers of
-    them would call different collectives.
-    """
-
-    def sync(sync_others: Callable[..., None], dist_sync_fn: Any, process_group: Any = None) -> None:
-        if metric._cache is None:
-            raise RuntimeError(
-                f"A shallow copy of a {type(metric).__name__} is computed, whose lists are those of the metric that was"
-                " copied: call metric.clone() in place of copy.copy(metric)."
-            )
-        own = {name: getattr(metric, name) for name in metric._reductions}
-        own = {name: state for name, state in own.items() if isinstance(state, list)}
-        by_rank = []
-        if own:
-            # Copies: a view, such as a row of a batch, would be sent with all that it is a view of.
-            sent = apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-            by_rank = gather(sent, process_group or metric.process_group)
-        for name in own:
-            setattr(metric, name, [])
-        sync_others(dist_sync_fn, process_group)
-        for name in own:
-            # Rank by rank: entries of lists with one for each batch, and with one for each sample, belong together.
-            state: Any = [entry for states in by_rank for entry in states[name]]
-            state = move_data_to_device(state, metric.device)
-            reduce: Any = metric._reductions[name]
-            if state and reduce is not None:
-                state = reduce(state)
-            setattr(metric, name, state)
-
-    if not is_patched(metric, "_sync_dist"):
-        patches.set(metric, "_sync_dist", partial(sync, metric._sync_dist))
-
-
-def metrics_in(module: LightningModule) -> dict[str, Metric]:
-    """All TorchMetrics of ``module``, of the callbacks and of the data module by name.
-
-    Also those that are no submodules: in attributes of theirs, and in nested dicts and lists there.
-    """
-    trainer: Any = module.trainer
-    holders: dict[str, Any] = dict(module.named_modules())
-    named = dict(holders)
-    # With its number too, for two of a class: another order brings nothing back, rather than the other's.
-    holders |= {f"{callback.state_key} {n}": callback for n, callback in enumerate(trainer.callbacks)}
-    if trainer.datamodule is not None:
-        holders["data module"] = trainer.datamodule
-    known = set(map(id, named.values()))
-    for path, holder in holders.items():
-        for number, part in enumerate(_modules_within(vars(holder))):
-            if id(part) not in known:
-                named |= part.named_modules(prefix=f"{path}[{number}]")
-    by_id: dict[int, tuple[str, Metric]] = {}
-    for name, part in named.items():
-        if isinstance(part, Metric):
-            by_id.setdefault(id(part), (name, part))
-    return dict(by_id.values())
-
-
-def _modules_within(attributes: dict[str, Any]) -> Iterator[nn.Module]:
-    """The modules in nested containers. Not in more, or larger, ones than anybody has metrics, such as of samples."""
-    containers: list[Any] = [attributes]
-    seen = {id(attributes)}
-    for container in containers:  # grows
-        for value in container.values() if isinstance(container, dict) else container:
-            if isinstance(value, nn.Module):
-                yield value
-            elif not isinstance(value, _CONTAINERS) or id(value) in seen:
-                continue
-            elif len(value) <= _MOST_METRICS and len(containers) < _MOST_METRICS:
-                seen.add(id(value))
-                containers.append(value)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
@@ -209,7 +210,7 @@ class Resume:
         if not trainer.interrupted:  # after an exception, it may not be possible to compute metrics
             seen |= trainer.callback_metrics
             if at.stage != loops.EPOCH and loops.is_last_batch(trainer):
-                seen |= lightning_internals.peek_at_epoch_metrics(trainer, self._run.gather)
+                seen |= logged_values.peek_at_epoch_metrics(trainer, self._run.gather)
         own = {
             "at": vars(at),
             "logged": logged,
@@ -230,9 +231,9 @@ class Resume:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         reset: set[int] = set()
         if at.stage == loops.EPOCH or (at.stage != loops.BATCH and loops.is_last_batch(self._trainer)):
-            reset |= lightning_internals.logged_metrics(epoch_loop)
+            reset |= logged_values.logged_metrics(epoch_loop)
         if self._trainer.validating:
-            reset |= lightning_internals.logged_metrics(epoch_loop.val_loop)
+            reset |= logged_values.logged_metrics(epoch_loop.val_loop)
         return reset
 
     def load(

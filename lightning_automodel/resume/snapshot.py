@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals.torch import EXTRA_STATE, parameters_of, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
@@ -85,8 +85,8 @@ def extra_states(module: "pl.LightningModule") -> dict[str, Any]:
 def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[str, Any]]:
     """Copies of the states of TorchMetrics objects, and how often they were updated, but for some ids."""
     return {
-        name: lightning_internals.metric_state(metric)
-        for name, metric in lightning_internals.metrics_in(module).items()
+        name: metrics_internals.metric_state(metric)
+        for name, metric in metrics_internals.metrics_in(module).items()
         if id(metric) not in left_out
     }
 
@@ -119,9 +119,9 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     Returns:
         Names of saved buffers whose module this run does not have.
     """
-    for name, metric in lightning_internals.metrics_in(module).items():
+    for name, metric in metrics_internals.metrics_in(module).items():
         if name in loaded["metrics"]:
-            lightning_internals.set_metric_state(metric, loaded["metrics"][name])
+            metrics_internals.set_metric_state(metric, loaded["metrics"][name])
     unknown = _restore_buffers(module, loaded["buffers"], device)
     restore_flags(module, loaded["flags"])
     module.trainer.callback_metrics.update(move_data_to_device(loaded["seen"], device))

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 
@@ -62,7 +62,7 @@ def convert_metrics(plugin: Precision, module: "pl.LightningModule") -> None:
     would reduce states of two dtypes.
     """
     if isinstance(plugin, DoublePrecision):
-        for metric in lightning_internals.metrics_in(module).values():
+        for metric in metrics_internals.metrics_in(module).values():
             metric.to(torch.float64)
 
 
