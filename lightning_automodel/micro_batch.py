@@ -258,7 +258,7 @@ class MicroBatches:
                 # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D: times D / N.
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
-                totals = windows.finish(backward, trainer.current_epoch, batch)
+                totals = windows.finish(backward, trainer.current_epoch, batch, self.inputs.order)
             if windows.on_backward is not None:
                 windows.on_backward(backward)
             windows.put_back(backward)

@@ -18,6 +18,7 @@ from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.metrics import synchronise_over
+from lightning_automodel.data.samplers import share_own_samplers
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import Gathers, gather_objects
@@ -31,6 +32,7 @@ from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals import torch as torch_internals
@@ -190,6 +192,7 @@ class TrainingRun:
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
+        lightning_internals.patch_samplers(module.trainer, share_own_samplers, self.patches)
         self.patches.set(Gathers, "check", self.inputs.check_communication)
         for results in logged_values.results_of(module.trainer):
             self.patches.set(results, "log", partial(self.inputs.log, results.log))

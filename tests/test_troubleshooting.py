@@ -78,8 +78,9 @@ NOT_MESSAGES = {
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
-    "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …, or have used"
-    " different FSDP units in it": "two texts follow, which do",
+    "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …": (
+        "a text follows, which does"
+    ),
     "A hook of the transfer of a batch": "of `… raised StopIteration`",
     "the end of an evaluation": "a barrier's name",
 }

@@ -2,14 +2,17 @@
 
 import copy
 import random
-from collections.abc import Iterator
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
 from typing_extensions import override
 
 from lightning_automodel.data.batches import unwrap_loader
@@ -22,8 +25,16 @@ class Ranks(int):
     """``num_replicas`` in ``distributed_sampler_kwargs``: samplers that have it were made by the Trainer."""
 
 
-class DrawnAlike(DistributedSamplerWrapper):
-    """Shares out what a sampler of the user's draws, which is the same on all ranks: their random states differ."""
+class _DrawnAlike(DistributedSampler[Any]):
+    """Shares out what a sampler of the user's draws, which is the same on all ranks: their random states differ.
+
+    Attributes:
+        order: A number of what was drawn last, if these are integers. Where a sampler draws by more than global random
+            states, ranks may differ in it.
+    """
+
+    dataset: Any
+    order = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -32,7 +43,50 @@ class DrawnAlike(DistributedSamplerWrapper):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            return super().__iter__()
+            own_part = super().__iter__()
+        drawn = [self.dataset[index] for index in range(len(self.dataset))]
+        try:
+            self.order = zlib.crc32(array("q", drawn))
+        except TypeError:  # pairs, for example
+            self.order = 0
+        return own_part
+
+
+class DrawnAlike(_DrawnAlike, DistributedSamplerWrapper):
+    """In training, validation and test."""
+
+
+class PredictedAlike(_DrawnAlike, UnrepeatedDistributedSamplerWrapper):
+    """In prediction, for which the Trainer has a wrapper of its own."""
+
+
+_DRAWN_ALIKE = {
+    DistributedSamplerWrapper: DrawnAlike,
+    UnrepeatedDistributedSamplerWrapper: PredictedAlike,
+}
+
+
+def share_own_samplers(resolve: Callable[..., Any], loader: Any, shuffle: bool, mode: Any = None) -> Any:
+    """The sampler that the Trainer puts into ``loader`` by ``resolve``, in which one of the user's is shared out.
+
+    Lightning replaces each ``RandomSampler`` and ``SequentialSampler``, also one that draws a part of the data, or
+    again and again, or by an ``__iter__`` of the user's, and whatever draws in a batch sampler.
+    """
+    sampler = resolve(loader, shuffle, mode)
+    if type(sampler) is not DistributedSampler:
+        return sampler
+    own = innermost_sampler(loader)
+    if isinstance(own, DistributedSampler):
+        return sampler
+    draws_all = len(own) == len(loader.dataset)
+    if draws_all and type(own) is RandomSampler and not own.replacement:
+        return sampler
+    # What `shuffle=False` makes is shuffled in training, as the Trainer's documentation has it.
+    if draws_all and type(own) is SequentialSampler and own is loader.sampler:
+        return sampler
+    return DistributedSamplerWrapper(
+        own, num_replicas=sampler.num_replicas, rank=sampler.rank, seed=sampler.seed
+    )
 
 
 def sampler_of_trainer(loader: Any) -> Any:
@@ -40,15 +94,6 @@ def sampler_of_trainer(loader: Any) -> Any:
     sampler = innermost_sampler(loader)
     is_of_trainer = isinstance(getattr(sampler, "num_replicas", None), Ranks)
     return sampler if is_of_trainer else None
-
-
-def replaces_within(loader: Any, sampler: Any) -> bool:
-    """Whether the ``sampler`` of the Trainer's shuffles in place of one in a batch sampler of the user's.
-
-    Lightning does not say which one that was: it may have drawn a part of the data, or in order.
-    """
-    package = type(loader.batch_sampler).__module__.partition(".")[0]
-    return type(sampler) is DistributedSampler and sampler.shuffle and package not in _KEEP_THEIR_LENGTH
 
 
 def subset_number(dataset: Any) -> int:
@@ -63,8 +108,9 @@ def subset_number(dataset: Any) -> int:
 def draw_alike(sampler: Any, seed: Any) -> None:
     """Let a ``sampler`` of the Trainer's draw by ``seed``, and share out what another one draws alike on all ranks."""
     sampler.seed = seed
-    if type(sampler) is DistributedSamplerWrapper:
-        sampler.__class__ = DrawnAlike
+    if type(sampler) in _DRAWN_ALIKE:
+        sampler.__class__ = _DRAWN_ALIKE[type(sampler)]
+        sampler.shuffle = False  # the order is the other one's
 
 
 def distributed_sampler(loader: Any) -> Any:

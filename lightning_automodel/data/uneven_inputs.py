@@ -37,14 +37,13 @@ from lightning_automodel.data.samplers import (
     keeps_its_length,
     may_end_early,
     repeats,
-    replaces_within,
     sampler_of_trainer,
     sharing_out,
     subset_number,
 )
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import full, gather_objects
-from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
+from lightning_automodel.gradients.rank_agreement import DIFFERENT_ORDERS, DIFFERENT_UNITS
 from lightning_automodel.internals import lightning as lightning_internals
 
 _TRAIN = "train"
@@ -156,12 +155,6 @@ class UnevenInputs:
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
             draw_alike(sampler, told[0][2])
-            if replaces_within(loader, sampler):
-                self._say(
-                    f"The Trainer has put its own sampler, which shuffles all of the {self._stage} data, into"
-                    f" {type(loader.batch_sampler).__name__}. If yours draws a part of the data, or in"
-                    " order, pass Trainer(use_distributed_sampler=False) and let each rank draw its own part."
-                )
         is_known = None not in lengths
         keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
@@ -280,6 +273,15 @@ class UnevenInputs:
         return self._tracked.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     @property
+    def order(self) -> int:
+        """A number of the order that samplers of the user's have drawn for all ranks in this stage's last epoch."""
+        loaders = getattr(
+            self._trainer, "train_dataloader" if self.is_training else f"{self._stage}_dataloaders"
+        )
+        samplers = map(sampler_of_trainer, CombinedLoader(loaders).flattened)
+        return sum(getattr(sampler, "order", 0) for sampler in samplers)
+
+    @property
     def is_filler(self) -> bool:
         """Whether this rank trains on a padding batch."""
         return self._trainer.training and self._training_handle().is_filler
@@ -357,11 +359,11 @@ class UnevenInputs:
     def compare_ranks(self, first_peer: int, collectives: int) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many evaluated steps. A collective.
 
-        And unless they have reduced values under the same names, and ranks with one ``first_peer`` have the same
-        ``collectives``; see :class:`.Engine`.
+        And unless they have drawn one order, have reduced values under the same names, and ranks with one
+        ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
         """
         self._has_evaluated = False
-        own = self._num_evaluated, self._reduced, (first_peer, collectives)
+        own = self._num_evaluated, self._reduced, self.order, (first_peer, collectives)
         told = gather_objects(own, self._group)
         found = [number for number, *_ in told]
         if len(set(found)) > 1:
@@ -370,7 +372,9 @@ class UnevenInputs:
                 " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
                 " iterator anew where it ends."
             )
-        if len({names for _, names, _ in told}) > 1:
+        if len({order for *_, order, _ in told}) > 1:
+            raise RuntimeError(DIFFERENT_ORDERS)
+        if len({names for _, names, *_ in told}) > 1:
             raise RuntimeError(
                 "Ranks have logged values with on_step=True and sync_dist=True under other names, or in another order,"
                 " so that values of several names were reduced together: log the same names on all ranks, or with"

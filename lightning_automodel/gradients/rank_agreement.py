@@ -28,25 +28,37 @@ DIFFERENT_BATCHES = (
 )
 """What ranks must do that have come to different batches."""
 
+DIFFERENT_ORDERS = (
+    "Samplers have drawn another order of the data on each rank, which takes its part of it: some samples count twice,"
+    " and others not at all. Seed a sampler's own generator alike on all ranks, and let the order depend on nothing"
+    " that differs between them, such as the order of a set of strings. If each rank shall draw samples of its own,"
+    " pass Trainer(use_distributed_sampler=False)."
+)
+"""What ranks must do whose samplers have drawn different orders."""
+
 _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
-"""Makes one number of several. With the same units, few epochs and tens of thousands of batches give different numbers;
-other units, or the same in another order, almost always do."""
+"""Makes one number of epoch and batch: few epochs and tens of thousands of batches give different ones."""
+_NUM_COMPARED = 6
+"""Three numbers of a position, and their squares."""
 
 
 class Position(NamedTuple):
-    """Where a rank ends a window: in which epoch, with which batch of it, and after which collectives of its engine."""
+    """Where a rank ends a window: with which batch of which epoch and order, and after which collectives."""
 
     epoch: int
     batch: int
+    order: int
+    """A number of the order that samplers have drawn for all ranks."""
     collectives: int
+    """A number of those of its engine."""
 
 
 class RankAgreement:
     """Sums up what ranks have in a window, and raises where they end it in different positions.
 
-    A position is compared as one number, by its sum over ranks and the sum of its squares. On
+    Each part of a position is compared by its sum over ranks and the sum of its squares. On
     the host they are compared at once. On an accelerator the sums are read when the device has computed them,
     in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
     """
@@ -66,22 +78,25 @@ class RankAgreement:
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
-        One all-reduce of three numbers, two of this rank's ``own`` position, and one for each parameter.
+        One all-reduce of three numbers, six of this rank's ``own`` position, and one for each parameter.
 
-        Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
+        Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, or have
+        drawn their data in different orders.
         """
-        number = 0
-        for part in own:
-            number = (number * _FACTOR + part) % _MODULUS
+        batch = own.epoch * _FACTOR + own.batch
+        compared = [number % _MODULUS for number in (batch, own.order, own.collectives)]
+        squares = [number**2 for number in compared]
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         numbers = torch.tensor(
-            [number, number**2, *uses], dtype=window.sums.dtype, pin_memory=self._device.type != "cpu"
+            [*compared, *squares, *uses],
+            dtype=window.sums.dtype,
+            pin_memory=self._device.type != "cpu",
         )
         totals, others, num_ranks = self._all_reduce(window.sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
-        on_host = others[:2].to("cpu", non_blocking=True)
+        on_host = others[:_NUM_COMPARED].to("cpu", non_blocking=True)
         if others.device.type == "cpu":
             _check(own, on_host, num_ranks)
         else:
@@ -90,7 +105,7 @@ class RankAgreement:
             self.check_earlier(waits=False)
         if all(uses):
             return totals, []  # without reading the device
-        num_uses = zip(parameters, others[2:].tolist(), strict=True)
+        num_uses = zip(parameters, others[_NUM_COMPARED:].tolist(), strict=True)
         return totals, [parameter for parameter, number in num_uses if number == 0]
 
     def _all_reduce(self, sums: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -100,10 +115,10 @@ class RankAgreement:
         this occurs in a run's first window, later windows sum ``numbers`` on the host, which waits for no
         device. Otherwise that rank reads the device.
         """
-        if self._sums_uses_on_host and len(numbers) > 2:
+        if self._sums_uses_on_host and len(numbers) > _NUM_COMPARED:
             dist.all_reduce(sums, group=self._group)
             dist.all_reduce(numbers, group=self._host_group)
-            self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
+            self._sums_uses_on_host = bool(numbers[_NUM_COMPARED:].min() < self._host_group.size())
             return sums, numbers, self._host_group.size()
         both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
         if self._divisor > 1:
@@ -127,15 +142,17 @@ class RankAgreement:
 
 
 def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
-    """Raise RuntimeError unless all ranks have the same number. Reads the device.
+    """Raise RuntimeError unless all ranks have the same position. Reads the device.
 
-    ``sums`` [2] are the sums over ranks of the number and of its square. One rank is not compared: on MPS,
-    which never has more, float32 would round the square.
+    ``sums`` [6] are the sums over ranks of the three numbers compared, and of their squares. One rank is not compared:
+    on MPS, which never has more, float32 would round the squares.
     """
-    total, squares = sums.tolist()
-    if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
-        raise RuntimeError(
-            f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
-            f" of epoch {own.epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the"
-            f" batches are the same: {DIFFERENT_UNITS}"
-        )
+    different_batches = (
+        f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
+        f" of epoch {own.epoch}. {DIFFERENT_BATCHES}"
+    )
+    totals = sums.view(2, -1).T.tolist()
+    causes = (different_batches, DIFFERENT_ORDERS, DIFFERENT_UNITS)
+    for (total, squares), cause in zip(totals, causes, strict=True):
+        if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
+            raise RuntimeError(cause)

@@ -282,10 +282,11 @@ class GradientWindows:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             GRAD.__set__(parameter, gradient)
 
-    def finish(self, backward: BackwardPass, epoch: int, batch: int) -> Tensor:
+    def finish(self, backward: BackwardPass, epoch: int, batch: int, order: int) -> Tensor:
         """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
 
-        A collective over the data-parallel group. ``batch`` of ``epoch`` is the window's last one.
+        A collective over the data-parallel group. ``batch`` of ``epoch`` is the window's last one, in an
+        ``order`` that samplers have drawn.
 
         Returns:
             [3] the window's sums over all ranks, see :func:`sums_of`.
@@ -295,7 +296,7 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        own = Position(epoch, batch, self.engine.collectives)
+        own = Position(epoch, batch, order, self.engine.collectives)
         totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)

@@ -5,6 +5,7 @@
 import inspect
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import reset_seed
@@ -105,6 +106,12 @@ def patch_model_checkpoints(
             patches.set(
                 callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of)
             )
+
+
+def patch_samplers(trainer: Trainer, resolve: Callable[..., Any], patches: PatchStack) -> None:
+    """Let ``resolve(of_the_trainer, loader, shuffle, mode)`` choose the sampler that ``trainer`` puts into a loader."""
+    connector = trainer._data_connector
+    patches.set(connector, "_resolve_sampler", partial(resolve, connector._resolve_sampler))
 
 
 def tell_sigterm(trainer: Trainer) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable as Function
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     default_collate,
     random_split,
@@ -57,6 +62,11 @@ class Trains(LabelledModule):
         self.mean = MeanMetric()
         self.seen: list[list[int]] = []  # rows of each batch that is no padding
         self.register_buffer("steps", torch.zeros(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch["index"].tolist())
+
+    predict_step = validation_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch = batch.get("only", batch)
@@ -495,31 +505,77 @@ def test_ranks_draw_alike(pool2: RankPool, kind: str, expected: range) -> None:
     assert len({tuple(rows) for rows in results[0]}) == 3
 
 
+def _draw_by_generators(stage: str, seed: int) -> list[int]:
+    """Rows of a stage on a rank that has seeded its sampler's own generator by ``seed * rank``."""
+    generator = torch.Generator().manual_seed(seed * dist.get_rank())
+    loader = DataLoader(Rows(21), 2, sampler=SubsetRandomSampler(range(21), generator=generator))
+    module = Trains()
+    trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True)
+    getattr(trainer, stage)(module, loader)
+    return rows_of(module.seen)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_orders_that_differ_are_refused(pool2: RankPool, stage: str) -> None:
+    """Each rank would take its part of another order: some rows twice, others not at all."""
+    rows = pool2.run(_draw_by_generators, stage, 0)
+    assert sorted(rows[0] + rows[1]) == list(range(21))
+    with pytest.raises(
+        RankError, match="Samplers have drawn another order of the data on each rank"
+    ) as raised:
+        pool2.run(_draw_by_generators, stage, 1)
+    assert len(raised.value.failures) == 2
+
+
 def test_subsets_that_differ_are_refused(pool2: RankPool) -> None:
     with pytest.raises(RankError, match=r"different subsets of the train data.*generator="):
         pool2.run(_fit_by_own_numbers, "subset")
+
+
+class Backwards(SequentialSampler):
+    """Lightning takes it for one that draws in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20, -1, -1))
 
 
 class OwnBatches(BatchSampler):
     """Lightning makes it anew around its own sampler, and does not look at the one that it had."""
 
 
-def _in_batches(batches: type[BatchSampler]) -> tuple[list[int], str]:
-    """Rows of this rank, and what the run warned of."""
+LOADERS: dict[str, Function[[Rows], DataLoader]] = {
+    "plain": lambda rows: DataLoader(rows, 2, shuffle=True),
+    "few": lambda rows: DataLoader(rows, 2, sampler=RandomSampler(rows, num_samples=10)),
+    "repeated": lambda rows: DataLoader(rows, 2, sampler=RandomSampler(rows, replacement=True)),
+    "backwards": lambda rows: DataLoader(rows, 2, sampler=Backwards(rows)),
+    "list": lambda rows: DataLoader(rows, 2, sampler=list(range(20, -1, -1))),
+    "batches": lambda rows: DataLoader(
+        rows, batch_sampler=OwnBatches(SubsetRandomSampler(range(0, 21, 2)), 2, drop_last=False)
+    ),
+}
+
+
+def _draw_by_own_samplers(stage: str, kind: str) -> list[int]:
+    """Rows of a stage on a rank whose random numbers are its own."""
     module = Trains()
-    trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True)
-    loader: dict[str, Any] = {"batch_size": 2, "shuffle": True}
-    if batches is OwnBatches:
-        loader = {"batch_sampler": OwnBatches(SubsetRandomSampler(range(0, 21, 2)), 2, drop_last=False)}
-    told = warnings_of("", trainer.fit, module, DataLoader(Rows(21), **loader))
-    return rows_of(module.seen), "".join(told)
+    with isolate_rng():
+        torch.manual_seed(dist.get_rank())
+        trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True)
+        getattr(trainer, stage)(module, LOADERS[kind](Rows(21)))
+    return rows_of(module.seen)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("batches", [BatchSampler, OwnBatches])
-def test_a_sampler_that_was_replaced_in_a_batch_sampler_is_told_of(
-    pool2: RankPool, batches: type[BatchSampler]
-) -> None:
-    seen, told = zip(*pool2.run(_in_batches, batches), strict=True)
-    assert sorted(seen[0] + seen[1]) == list(range(21))
-    assert ("shuffles all of the train data, into OwnBatches" in told[0]) == (batches is OwnBatches)
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_own_samplers_are_shared_out(pool2: RankPool, stage: str) -> None:
+    """Ranks take turns in what each would draw in one process. Lightning replaces them, and shuffles what they draw."""
+    drawn = {}
+    for kind in LOADERS:
+        if (stage, kind) == ("predict", "batches"):  # Lightning predicts in the order of the data
+            continue
+        first, second = pool2.run(_draw_by_own_samplers, stage, kind)
+        drawn[kind] = [row for rows in zip_longest(first, second) for row in rows if row is not None]
+    assert sorted(drawn["plain"]) == list(range(21))
+    assert len(set(drawn["few"])) == len(drawn["few"]) == 10
+    assert len(set(drawn["repeated"])) < len(drawn["repeated"]) == 21
+    assert drawn["backwards"] == drawn["list"] == list(range(20, -1, -1))
+    assert sorted(drawn.get("batches", range(0, 21, 2))) == list(range(0, 21, 2))
