@@ -90,12 +90,7 @@ class Resume:
         # What saves hold in place of the present: what waits for the start of training, or where the fit ended.
         self._kept: dict[str, Any] | None = None
         self._has_started = False
-        self._can_resume = True
         self._has_stopped_before_validation = False
-
-    def on_checkpoint_loaded(self) -> None:
-        """The Trainer has loaded the checkpoint to resume from, if any: what is loaded later are weights."""
-        self._can_resume = False
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -141,7 +136,7 @@ class Resume:
 
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
-        if self._has_started and self._kept is None:
+        if self._has_started:
             self._kept = self._now()
         self.loaders.close()
 
@@ -158,10 +153,6 @@ class Resume:
         the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
         """
         own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
-        # Else a hook saves what was loaded, before the run has started.
-        if self._has_started or self._kept is None:
-            self._remark(own)
-            _set_counters(checkpoint, own)
         ranks = [own]
         if group is not None:
             ranks = gather_objects(own, group)
@@ -169,6 +160,8 @@ class Resume:
             ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
+            self._remark(own)
+            _set_counters(checkpoint, own)
             checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": sizes, "ranks": ranks}
 
     def _remark(self, own: dict[str, Any]) -> None:
@@ -246,8 +239,7 @@ class Resume:
         """
         # The Trainer itself loads in no hook. What a hook loads are weights, such as those that
         # LearningRateFinder has saved in on_fit_start: the fit goes on where it is.
-        is_in_hook = lightning_internals.current_hook(self._module) is not None
-        if is_in_hook or not self._can_resume:
+        if lightning_internals.current_hook(self._module) is not None:
             return
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
@@ -256,7 +248,7 @@ class Resume:
                 " only its weights (load_from_checkpoint)."
             )
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
-        if state is None:
+        if state is None or "loops" not in checkpoint:
             return
         own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
         extra_states = own["extra_states"]
@@ -284,7 +276,7 @@ class Resume:
                 " Where they matter, build these modules before on_train_start ends."
             )
         self._run.load_state(loaded["own"])
-        if at.is_epoch_ending and at.stage == loops.EPOCH:
+        if at.is_epoch_ending:
             loops.step_plateau_schedulers(self._trainer)
         loops.finish_restart(self._trainer, at.stage, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
@@ -297,7 +289,6 @@ class Resume:
 
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
-    if "loops" in checkpoint:
-        progress = checkpoint["loops"]["fit_loop"]
-        counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
+    progress = checkpoint["loops"]["fit_loop"]
+    counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
+    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
