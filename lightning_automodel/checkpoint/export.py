@@ -6,7 +6,6 @@ and fails on integers and on tied weights.
 
 import json
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.sharding.units import outermost
 
 MAX_SHARD_SIZE = "5GB"
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
@@ -84,7 +84,9 @@ def check_export(
 
 def _chosen(module: nn.Module, prefix: str | None) -> Any:
     """The model to export; CheckpointError if there is none, or no prefix that chooses one of several."""
-    models = list(_models(module))
+    found = outermost([module], lambda child: _is_a(child, "PreTrainedModel", "PeftModel"))
+    names = {child: without_wrappers(name) for name, child in module.named_modules()}
+    models = [(names[model], model) for model in found]
     chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
     if len(chosen) == 1:
         return chosen[0]
@@ -96,16 +98,8 @@ def _chosen(module: nn.Module, prefix: str | None) -> Any:
     )
 
 
-def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers or PEFT at or below ``module``, by name. Imports neither."""
-    if _is_a(module, "PreTrainedModel", "PeftModel"):
-        yield without_wrappers(name), module
-        return
-    for child_name, child in module.named_children():
-        yield from _models(child, f"{name}.{child_name}".lstrip("."))
-
-
 def _is_a(model: nn.Module, *names: str) -> bool:
+    """Whether a model is of a class of transformers or PEFT, which are not imported here."""
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
@@ -158,7 +152,7 @@ def _gather(
 
 
 def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the model to ``folder``; all of it is on disk when this returns. Not a collective."""
+    """Write the model to ``folder``. Not a collective."""
     # A file is copied in memory before it is written; PEFT writes one.
     model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     if dtype is not None and (path := folder / "config.json").exists():
@@ -166,5 +160,3 @@ def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtyp
         content = json.loads(path.read_text())
         content["dtype"] = str(dtype).removeprefix("torch.")
         path.write_text(json.dumps(content, indent=2) + "\n")
-    for written in folder.rglob("*"):
-        paths.sync(written)

@@ -63,11 +63,9 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file; a local one is on disk when this returns."""
+    """Write a file."""
     filesystem, place = url_to_fs(path)
     filesystem.pipe_file(place, content)
-    if is_local(path):
-        sync(place)
 
 
 def prepare_place(path: str) -> str:
@@ -136,15 +134,16 @@ def temporary_name() -> str:
 
 
 def replace(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
+    """Rename ``temporary`` to ``target``, in the same directory, once all of it is on disk; then remove what was there.
 
-    Called by one rank, once the content of ``temporary`` is on disk. Files and links are replaced in one
-    step. An old directory is first moved aside: a crash before the second renaming leaves it whole, under a
-    name that begins and ends like ``target``, so that ``ckpt_path="last"`` finds it.
+    Called by one rank. Files and links are replaced in one step. An old directory is first moved aside: a crash
+    before the second renaming leaves it whole, under a name that begins and ends like ``target``, so that
+    ``ckpt_path="last"`` finds it.
     """
     aside = None
-    if _is_folder(temporary):
-        sync(temporary)
+    if not temporary.is_symlink():
+        for written in (*temporary.rglob("*"), temporary):
+            sync(written)
     if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
         aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
         os.rename(target, aside)

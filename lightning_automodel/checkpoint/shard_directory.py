@@ -94,8 +94,8 @@ class ShardWriter(torch_internals.FsspecWriter):
                 " ranks share (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
                 " save_distributed_checkpoint=False, with which rank 0 writes one file"
             ) from error
-        table = f"{self._folder}/{METADATA}"
-        manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(paths.read_file(table))}
+        table = paths.read_file(f"{self._folder}/{METADATA}")
+        manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(table)}
         paths.write_file(f"{self._folder}/{REST}", self._rest)
         place = self._folder
         if not paths.is_local(place):
@@ -103,7 +103,6 @@ class ShardWriter(torch_internals.FsspecWriter):
         # Last, since at a URL this makes the new files the checkpoint.
         paths.write_file(f"{place}/{MANIFEST}", json.dumps(manifest).encode())
         if place == self._folder:
-            paths.sync(table)
             paths.replace(Path(place), Path(self._target))
         else:
             paths.remove_others(place, manifest["folder"])

@@ -56,7 +56,6 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     try:
         with open(temporary, "wb") as file, with_checksums():
             torch.save(checkpoint, file)
-        paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
         paths.remove(str(temporary))
