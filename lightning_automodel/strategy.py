@@ -607,9 +607,9 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         processed = self._run.inputs.process(dataloader)
-        if self._resume is None:
-            return processed
-        return self._resume.loaders.take(processed)
+        if self._resume is not None:
+            self._resume.loaders.take(processed)
+        return processed
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
