@@ -1,12 +1,17 @@
-"""Exports for Hugging Face: the ranks gather a model on rank 0, where its own ``save_pretrained`` writes it.
+"""For other programs: one file of a directory, and models for Hugging Face.
+
+The ranks gather a model on rank 0, where its own ``save_pretrained`` writes it. Tensors are mapped to temporary files
+beside the target, so that the system may evict what was read or written from memory.
 
 torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: it writes zero-dimensional tensors as zeros,
 and fails on integers and on tied weights.
 """
 
 import json
+import os
 import tempfile
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.mapped_files import new_tensor
+from lightning_automodel.checkpoint.shard_directory import open_checkpoint
+from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
@@ -23,6 +29,31 @@ from lightning_automodel.sharding.units import outermost
 
 MAX_SHARD_SIZE = "5GB"
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
+
+
+def consolidate(path: str, out: str, weights_only: bool | None) -> None:
+    """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
+
+    torch's ``dcp_to_torch_save`` holds the whole checkpoint, runs code that it may contain, and
+    drops everything but the shards. Optimizer states keep parameter names as ids; torch's optimizers match
+    ids by order.
+    """
+    target = paths.new_local_target(out)
+    _, shards = open_checkpoint(path, weights_only)
+    if shards is None:
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
+    save_file(shards.read_all(shards.tree, partial(_new_tensor, target.parent)), str(target))
+
+
+def _new_tensor(folder: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor mapped to a new file in ``folder``, whose name goes at once, and whose content with the tensor."""
+    if size.numel() == 0:
+        return torch.empty(size, dtype=dtype)
+    # The mapping keeps it alive.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
+            os.posix_fallocate(file.fileno(), 0, size.numel() * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
 
 
 def export_hugging_face(
@@ -147,7 +178,7 @@ def _gather(
         with on_every_rank(what):
             if target is not None:
                 new_dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-                gathered[key] = new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
+                gathered[key] = _new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
     return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
 
 

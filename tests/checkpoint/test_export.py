@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face, model_state
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.reading import load_any
+from lightning_automodel.checkpoint.loading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from tests.checkpoint.checkpoints import no_space_for_files
 from tests.rank_pool import RankError, RankPool
