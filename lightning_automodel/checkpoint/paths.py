@@ -106,13 +106,12 @@ def new_local_target(path: str | Path) -> Path:
 def remove(path: str) -> None:
     """Remove a checkpoint so that no part of it is ever taken for a checkpoint. Called by one rank."""
     if is_local(path):
-        if os.path.lexists(path):
-            aside = Path(path).with_name(temporary_name())
-            os.rename(path, aside)
-            if _is_folder(aside):
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                aside.unlink()
+        target = Path(path)
+        if _is_folder(target):
+            aside = target.rename(target.with_name(temporary_name()))
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):

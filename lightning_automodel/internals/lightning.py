@@ -273,6 +273,11 @@ def logged_metrics(loop: Any) -> set[int]:
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
 
 
+def modes_before_validation(trainer: Trainer) -> dict[str, bool]:
+    """By name, which modules were in training mode when the validation began that runs within the fit."""
+    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+
+
 def told_weights_only(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool | None:

@@ -5,7 +5,6 @@ window, the fit begins the window again.
 """
 
 import pickle
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -80,9 +80,6 @@ class Resume:
         self._patches = patches
         self.loaders = dataloaders.TrainingLoaders(self._trainer, self._window_start)
         self._first_flags = snapshot.flags(self._module)
-        self._flags_before_validation: dict[str, Any] = {}
-        evaluate = self._module.on_validation_model_eval
-        patches.set(self._module, "on_validation_model_eval", lambda: self._before_validation(evaluate))
         self._first_buffers: snapshot.Buffers = {}
         self._batches = 0  # of all epochs that were used when an optimizer last stepped
         self._logged = 0  # batches that stepped, as loggers count them, at that time
@@ -100,8 +97,7 @@ class Resume:
         self._kept = None
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer)
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        self._optimizes = any(group["params"] for group in groups)
+        self._optimizes = any(map(optimizer_parameters, self._trainer.optimizers))
         if loaded is not None:
             self._go_on(loaded)
         checkpoint_callbacks.save_last(self._trainer, lambda: self.is_within_window, self._patches)
@@ -128,11 +124,6 @@ class Resume:
     def stop_before_validation(self) -> None:
         """The fit stops after a batch, before a validation that is due: a resumed run begins with it."""
         self._has_stopped_before_validation = True
-
-    def _before_validation(self, evaluate: Callable[[], None]) -> None:
-        """Note in which modes modules train."""
-        self._flags_before_validation = snapshot.flags(self._module)
-        evaluate()
 
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
@@ -196,7 +187,8 @@ class Resume:
                 at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
         flags = snapshot.flags(self._module)
         if trainer.validating:
-            flags |= self._flags_before_validation
+            modes = lightning_internals.modes_before_validation(trainer)
+            flags |= {f"{name}.training": mode for name, mode in modes.items()}
         first = self._first_flags
         seen: dict[str, Any] = {}
         if not trainer.interrupted:  # after an exception, it may not be possible to compute metrics
