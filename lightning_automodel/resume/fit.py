@@ -147,7 +147,9 @@ class Resume:
         ranks = [own]
         if group is not None:
             ranks = gather_objects(own, group)
-        if len({pickle.dumps(rank["extra_states"]) for rank in ranks}) == 1:
+        # Numbers, since pickles of equal tensors differ.
+        numbers = [apply_to_collection(rank["extra_states"], Tensor, Tensor.tolist) for rank in ranks]
+        if len(set(map(pickle.dumps, numbers))) == 1:
             ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
