@@ -170,16 +170,19 @@ def _gather(
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained``
     knows ties by that.
     """
-    state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
-    gathered: dict[int, Tensor] = {}
-    for key, value in tensors.items():
+    state = {
+        without_wrappers(name): value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
+    gathered: dict[Tensor, Tensor] = {}
+    for value in dict.fromkeys(state.values()):
         whole = collectives.full(value).detach()
         with on_every_rank(what):
             if target is not None:
                 new_dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-                gathered[key] = _new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
-    return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
+                gathered[value] = _new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
+    return {name: gathered[value] for name, value in state.items() if value in gathered}
 
 
 def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:

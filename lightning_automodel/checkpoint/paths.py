@@ -20,14 +20,14 @@ TEMPORARY = ".unfinished-"
 
 def normalize(path: str | Path) -> str:
     """An absolute local path without protocol, or a URL without a trailing slash."""
-    filesystem, place = url_to_fs(str(path))
-    if not isinstance(filesystem, LocalFileSystem):
-        return str(path).rstrip("/")
-    if "::" in str(path):
+    path = str(path)
+    if not is_local(path):
+        return path.rstrip("/")
+    if "::" in path:
         raise CheckpointError(
             f"{path} has '::' in it, with which fsspec chains file systems: choose another name"
         )
-    return place
+    return url_to_fs(path)[1]
 
 
 def is_local(path: str) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.multiprocessing import ProcessExitedException
 from typing_extensions import override
 
-from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.checkpoint.state_dict import model_state, whole
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
 from lightning_automodel.internals import lightning as lightning_internals
@@ -122,7 +122,7 @@ def collect(trainer: "pl.Trainer", returned: Any, path: Path) -> None:
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
     if trainer.state.fn == TrainerFn.FITTING:
-        weights = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
+        weights = whole(model_state(trainer.lightning_module), keep=is_first)
     if not is_first:
         return
     results = {
