@@ -181,12 +181,11 @@ class Resume:
         trainer = self._trainer
         at = self._position()
         logged = lightning_internals.logging_step(trainer)
-        if at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
-            logged += 1
-        if at.stage != loops.EPOCH and self._optimizes:
+        if at.stage != loops.EPOCH and self.is_within_window:
+            at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
             logged = self._logged
-            if self._window_start() < at.batches:
-                at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
+        elif at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
+            logged += 1
         flags = snapshot.flags(self._module)
         if trainer.validating:
             modes = lightning_internals.modes_before_validation(trainer)
