@@ -472,8 +472,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Lightning has restored the checkpoint, if there is one: check that all parameters have values."""
         meta_init.check_initialized(self._module, self.root_device)
         self._loader = CheckpointLoader()
-        if self._resume is not None:
-            self._resume.on_checkpoint_loaded()
 
     def _expect_barriers(self, *names: str) -> None:
         """Raise RuntimeError unless these have come: what is done there would be left out in silence.
@@ -609,9 +607,9 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         processed = self._run.inputs.process(dataloader)
-        if self._resume is None:
-            return processed
-        return self._resume.loaders.take(processed)
+        if self._resume is not None:
+            self._resume.loaders.take(processed)
+        return processed
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 

@@ -4,9 +4,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
-from lightning_automodel.checkpoint.reading import load_any
 from lightning_automodel.checkpoint.saving import CheckpointSaver
-from lightning_automodel.checkpoint.state_dict import model_state, whole
 
 __all__ = [
     "CheckpointError",
@@ -15,7 +13,4 @@ __all__ = [
     "NamedOptimizer",
     "check_export",
     "export_hugging_face",
-    "load_any",
-    "model_state",
-    "whole",
 ]

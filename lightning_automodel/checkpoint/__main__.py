@@ -9,8 +9,7 @@ import torch
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import describe
-from lightning_automodel.checkpoint.export import export_hugging_face
-from lightning_automodel.checkpoint.reading import consolidate
+from lightning_automodel.checkpoint.export import consolidate, export_hugging_face
 from lightning_automodel.checkpoint.shard_directory import open_checkpoint
 from lightning_automodel.resume import CHECKPOINT_KEY
 

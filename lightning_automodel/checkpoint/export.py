@@ -1,13 +1,17 @@
-"""Exports for Hugging Face: the ranks gather a model on rank 0, where its own ``save_pretrained`` writes it.
+"""For other programs: one file of a directory, and models for Hugging Face.
+
+The ranks gather a model on rank 0, where its own ``save_pretrained`` writes it. Tensors are mapped to temporary files
+beside the target, so that the system may evict what was read or written from memory.
 
 torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: it writes zero-dimensional tensors as zeros,
 and fails on integers and on tied weights.
 """
 
 import json
+import os
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,40 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.mapped_files import new_tensor
+from lightning_automodel.checkpoint.shard_directory import open_checkpoint
+from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.sharding.units import outermost
 
 MAX_SHARD_SIZE = "5GB"
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
+
+
+def consolidate(path: str, out: str, weights_only: bool | None) -> None:
+    """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
+
+    torch's ``dcp_to_torch_save`` holds the whole checkpoint, runs code that it may contain, and
+    drops everything but the shards. Optimizer states keep parameter names as ids; torch's optimizers match
+    ids by order.
+    """
+    target = paths.new_local_target(out)
+    _, shards = open_checkpoint(path, weights_only)
+    if shards is None:
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
+    save_file(shards.read_all(shards.tree, partial(_new_tensor, target.parent)), str(target))
+
+
+def _new_tensor(folder: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor mapped to a new file in ``folder``, whose name goes at once, and whose content with the tensor."""
+    if size.numel() == 0:
+        return torch.empty(size, dtype=dtype)
+    # The mapping keeps it alive.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
+            os.posix_fallocate(file.fileno(), 0, size.numel() * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
 
 
 def export_hugging_face(
@@ -84,7 +115,9 @@ def check_export(
 
 def _chosen(module: nn.Module, prefix: str | None) -> Any:
     """The model to export; CheckpointError if there is none, or no prefix that chooses one of several."""
-    models = list(_models(module))
+    found = outermost([module], lambda child: _is_a(child, "PreTrainedModel", "PeftModel"))
+    names = {child: without_wrappers(name) for name, child in module.named_modules()}
+    models = [(names[model], model) for model in found]
     chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
     if len(chosen) == 1:
         return chosen[0]
@@ -96,16 +129,8 @@ def _chosen(module: nn.Module, prefix: str | None) -> Any:
     )
 
 
-def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers or PEFT at or below ``module``, by name. Imports neither."""
-    if _is_a(module, "PreTrainedModel", "PeftModel"):
-        yield without_wrappers(name), module
-        return
-    for child_name, child in module.named_children():
-        yield from _models(child, f"{name}.{child_name}".lstrip("."))
-
-
 def _is_a(model: nn.Module, *names: str) -> bool:
+    """Whether a model is of a class of transformers or PEFT, which are not imported here."""
     return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
@@ -145,20 +170,23 @@ def _gather(
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained``
     knows ties by that.
     """
-    state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
-    gathered: dict[int, Tensor] = {}
-    for key, value in tensors.items():
+    state = {
+        without_wrappers(name): value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
+    gathered: dict[Tensor, Tensor] = {}
+    for value in dict.fromkeys(state.values()):
         whole = collectives.full(value).detach()
         with on_every_rank(what):
             if target is not None:
                 new_dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-                gathered[key] = new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
-    return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
+                gathered[value] = _new_tensor(target.parent, whole.shape, new_dtype).copy_(whole)
+    return {name: gathered[value] for name, value in state.items() if value in gathered}
 
 
 def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the model to ``folder``; all of it is on disk when this returns. Not a collective."""
+    """Write the model to ``folder``. Not a collective."""
     # A file is copied in memory before it is written; PEFT writes one.
     model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     if dtype is not None and (path := folder / "config.json").exists():
@@ -166,5 +194,3 @@ def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtyp
         content = json.loads(path.read_text())
         content["dtype"] = str(dtype).removeprefix("torch.")
         path.write_text(json.dumps(content, indent=2) + "\n")
-    for written in folder.rglob("*"):
-        paths.sync(written)

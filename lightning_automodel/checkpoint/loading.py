@@ -1,4 +1,7 @@
-"""Loads a checkpoint, as hooks have edited it: read into new tensors, which their owners load."""
+"""Loads a checkpoint, as hooks have edited it: read into new tensors, which their owners load.
+
+And directories for ``load_from_checkpoint``, in one process.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import AS_SAVED, NamedOptimizer, load_state, state_here
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, open_checkpoint
 from lightning_automodel.checkpoint.single_file import check_model
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, model_state, under_own_names
-from lightning_automodel.checkpoint.tree import Entry, TreePath, placed
+from lightning_automodel.checkpoint.tree import Entry, TreePath, moved, placed
 from lightning_automodel.distributed import collectives
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import weight_averaging
 
@@ -191,3 +196,30 @@ class CheckpointLoader:
         if isinstance(leaf, Entry):
             return torch.empty(leaf.shape, dtype=leaf.dtype)
         return None
+
+
+_load = lightning_internals.saving.pl_load
+
+
+def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Replaces what Lightning's ``load_from_checkpoint`` calls, which has no setting for directories of shards.
+
+    These are read in the form of one file, without optimizer states.
+    """
+    is_path = isinstance(path_or_url, str | Path) and not str(path_or_url).startswith(
+        ("http://", "https://")
+    )
+    if not is_path or not paths.is_directory(paths.normalize(path_or_url)):
+        return _load(path_or_url, map_location, weights_only)
+    path = paths.normalize(path_or_url)
+    with on_this_rank(f"Cannot load {path}"):
+        shards = ShardDirectory(path, weights_only)
+    checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})
+    # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
+    if isinstance(map_location, str | torch.device):
+        # Lightning's own walk would lose the versions of modules that a state dict has.
+        return moved(checkpoint, map_location)
+    return checkpoint
+
+
+overwrite(lightning_internals.saving, "pl_load", load_any)

@@ -20,14 +20,14 @@ TEMPORARY = ".unfinished-"
 
 def normalize(path: str | Path) -> str:
     """An absolute local path without protocol, or a URL without a trailing slash."""
-    filesystem, place = url_to_fs(str(path))
-    if not isinstance(filesystem, LocalFileSystem):
-        return str(path).rstrip("/")
-    if "::" in str(path):
+    path = str(path)
+    if not is_local(path):
+        return path.rstrip("/")
+    if "::" in path:
         raise CheckpointError(
             f"{path} has '::' in it, with which fsspec chains file systems: choose another name"
         )
-    return place
+    return url_to_fs(path)[1]
 
 
 def is_local(path: str) -> bool:
@@ -63,11 +63,9 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file; a local one is on disk when this returns."""
+    """Write a file."""
     filesystem, place = url_to_fs(path)
     filesystem.pipe_file(place, content)
-    if is_local(path):
-        sync(place)
 
 
 def prepare_place(path: str) -> str:
@@ -108,13 +106,12 @@ def new_local_target(path: str | Path) -> Path:
 def remove(path: str) -> None:
     """Remove a checkpoint so that no part of it is ever taken for a checkpoint. Called by one rank."""
     if is_local(path):
-        if os.path.lexists(path):
-            aside = Path(path).with_name(temporary_name())
-            os.rename(path, aside)
-            if _is_folder(aside):
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                aside.unlink()
+        target = Path(path)
+        if _is_folder(target):
+            aside = target.rename(target.with_name(temporary_name()))
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
         return
     filesystem, place = url_to_fs(path)
     if filesystem.exists(place):
@@ -136,15 +133,16 @@ def temporary_name() -> str:
 
 
 def replace(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
+    """Rename ``temporary`` to ``target``, in the same directory, once all of it is on disk; then remove what was there.
 
-    Called by one rank, once the content of ``temporary`` is on disk. Files and links are replaced in one
-    step. An old directory is first moved aside: a crash before the second renaming leaves it whole, under a
-    name that begins and ends like ``target``, so that ``ckpt_path="last"`` finds it.
+    Called by one rank. Files and links are replaced in one step. An old directory is first moved aside: a crash
+    before the second renaming leaves it whole, under a name that begins and ends like ``target``, so that
+    ``ckpt_path="last"`` finds it.
     """
     aside = None
-    if _is_folder(temporary):
-        sync(temporary)
+    if not temporary.is_symlink():
+        for written in (*temporary.rglob("*"), temporary):
+            sync(written)
     if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
         aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
         os.rename(target, aside)

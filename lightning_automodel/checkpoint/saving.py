@@ -1,10 +1,9 @@
 """Saves the checkpoints of one run, now or in the background: the steps of the strategy's ``save_checkpoint``."""
 
-import concurrent.futures
 import logging
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import is_of_all_ranks, prepare_shards
-from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
@@ -171,8 +169,11 @@ class CheckpointSaver:
         else:
             if self.is_sharded:
                 checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-            write = prepare_file(checkpoint, target, _file_saver(io, storage_options), in_background)
+            write = single_file.prepare_file(
+                checkpoint, target, _file_saver(io, storage_options), in_background
+            )
         self._defers = goes_on
+        self._background_path = ""
         if in_background:
             self._background_path = target
             if group is not None:
@@ -182,7 +183,6 @@ class CheckpointSaver:
             self._pending = thread.submit(_write_beside_training, module.device, write, group)
             thread.shutdown(wait=False)  # it ends with this save
             return
-        self._background_path = ""
         write(group)
         if not goes_on:
             self.finish()  # no later step runs the links and removals that wait for this save
@@ -293,7 +293,7 @@ class CheckpointSaver:
         Not a collective of this thread, as :meth:`close`.
         """
         if self._pending is not None:
-            concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
+            wait([self._pending], PENDING_SAVE_LIMIT_S)
 
 
 def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") -> None:
@@ -325,9 +325,7 @@ def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict
 
 
 def _write_beside_training(
-    device: torch.device,
-    write: Callable[[dist.ProcessGroup | None], None],
-    group: dist.ProcessGroup | None,
+    device: torch.device, write: single_file.Write, group: dist.ProcessGroup | None
 ) -> None:
     """Write, in a background thread, with this rank's ``device`` current and on a separate stream.
 

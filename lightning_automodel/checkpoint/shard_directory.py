@@ -33,7 +33,13 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
+from lightning_automodel.checkpoint.single_file import (
+    Write,
+    check_model,
+    load_checked,
+    load_file,
+    with_checksums,
+)
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied
 from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped_by_key, placed
 from lightning_automodel.distributed import collectives
@@ -94,8 +100,8 @@ class ShardWriter(torch_internals.FsspecWriter):
                 " ranks share (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
                 " save_distributed_checkpoint=False, with which rank 0 writes one file"
             ) from error
-        table = f"{self._folder}/{METADATA}"
-        manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(paths.read_file(table))}
+        table = paths.read_file(f"{self._folder}/{METADATA}")
+        manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(table)}
         paths.write_file(f"{self._folder}/{REST}", self._rest)
         place = self._folder
         if not paths.is_local(place):
@@ -103,7 +109,6 @@ class ShardWriter(torch_internals.FsspecWriter):
         # Last, since at a URL this makes the new files the checkpoint.
         paths.write_file(f"{place}/{MANIFEST}", json.dumps(manifest).encode())
         if place == self._folder:
-            paths.sync(table)
             paths.replace(Path(place), Path(self._target))
         else:
             paths.remove_others(place, manifest["folder"])
@@ -148,9 +153,7 @@ def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
     return mapped_by_key(checkpoint, placed), own
 
 
-def prepare_shards(
-    checkpoint: dict[str, Any], path: str, copy: bool = False
-) -> Callable[[dist.ProcessGroup | None], None]:
+def prepare_shards(checkpoint: dict[str, Any], path: str, copy: bool = False) -> Write:
     """Prepare a directory: every rank writes its shards, rank 0 the rest. A collective.
 
     Returns a function that writes the directory, at once or in the background. It is a collective over the
@@ -173,12 +176,13 @@ def prepare_shards(
     folder = collectives.broadcast_object(folder, 0)  # its name is random
     writer = ShardWriter(path, folder, content.getvalue(), shards.keys())
     own = {key: plain_dtensor(leaf) for key, leaf in shards.items() if leaf is not None}
-    staged = copied(own) if copy else own
+    if copy:
+        own = copied(own)
 
     def write(group: dist.ProcessGroup | None) -> None:
         try:
             with on_this_rank(what):
-                dcp.save(staged, storage_writer=writer, process_group=group)
+                dcp.save(own, storage_writer=writer, process_group=group)
         except BaseException:
             # On all ranks, which may have written to file systems of their own.
             with contextlib.suppress(Exception):  # it would hide why the save failed

@@ -19,13 +19,16 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.state_dict import MODEL, copied
 from lightning_automodel.distributed.process_group import group_rank
 
+Write = Callable[[dist.ProcessGroup | None], None]
+"""Writes what was prepared. A collective over the group, or else over the default group."""
+
 
 def prepare_file(
     checkpoint: dict[str, Any],
     path: str,
     save: Callable[[dict[str, Any], str], None],
     copy: bool = False,
-) -> Callable[[dist.ProcessGroup | None], None]:
+) -> Write:
     """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.prepare_shards`."""
     what = f"Cannot save {path}"
     with on_every_rank(what):
@@ -56,7 +59,6 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     try:
         with open(temporary, "wb") as file, with_checksums():
             torch.save(checkpoint, file)
-        paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
         paths.remove(str(temporary))

@@ -29,13 +29,6 @@ class Slices:
     documents: Tensor | None = None
     num_calls: int = 0  # how often attention has crossed ranks
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks that share the batch."""
-        if self.group is None:
-            return 1
-        return self.group.size()
-
     def own_positions(self, device: torch.device) -> Tensor:
         """[s] this rank's positions in the whole sequence."""
         chunk = torch.arange(self.chunk, device=device)
@@ -101,7 +94,12 @@ def context_parallel_attention(
         if slices is not None:
             rows = slices.own_positions(query.device)
             attention_mask = slices.gather_mask(attention_mask)
-        mask = _mask(rows, is_causal, attention_mask)
+        columns = torch.arange(attention_mask.shape[-1], device=query.device)
+        mask = (attention_mask != 0)[:, None, None]
+        if is_causal:
+            mask = mask & (rows[:, None] >= columns)
+        # To its own position too: the softmax over nothing would be NaN.
+        mask = mask | (rows[:, None] == columns)
     if slices is None:
         is_causal = is_causal and mask is None
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
@@ -155,18 +153,6 @@ def _causal_bias(num_rows: int, num_columns: int, device: torch.device) -> Tenso
 def current() -> Slices | None:
     """How the sequences of the step, or backward, that is running now are sliced; None if they are not."""
     return _current
-
-
-def _mask(rows: Tensor, is_causal: bool, attention_mask: Tensor) -> Tensor:
-    """[b, 1, s, t] whether a row at a position [s] attends to a column, by an ``attention_mask`` [b, t].
-
-    A row always attends to its own position: the softmax over nothing would be NaN.
-    """
-    columns = torch.arange(attention_mask.shape[-1], device=rows.device)
-    mask = (attention_mask != 0)[:, None, None].expand(-1, -1, len(rows), -1)
-    if is_causal:
-        mask = mask & (rows[:, None] >= columns)
-    return mask | (rows[:, None] == columns)
 
 
 def whole(part: Tensor, slices: Slices) -> Tensor:

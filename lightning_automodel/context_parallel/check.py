@@ -107,8 +107,8 @@ class FirstStepCheck:
                 " lightning_automodel.context_parallel_attention, or outside of modules that are called with"
                 " slices of the batch [b, s], or hidden states [b, s, ...], on all ranks alike: its layers in"
                 " slices could not be compared with whole sequences."
-                f" {slices.num_calls} calls of attention crossed the {slices.num_ranks} context-parallel"
-                f" ranks, and {first.sliced.num_calls} were compared. Call one module, as in"
+                f" {slices.num_calls} calls of attention crossed the {dist.get_world_size(slices.group)}"
+                f" context-parallel ranks, and {first.sliced.num_calls} were compared. Call one module, as in"
                 " self.model(**batch), and attend by context_parallel_attention(query, key, value) in it."
             )
         for messages in gather_objects(found[:1], group):
@@ -189,7 +189,7 @@ class FirstPositions:
     def __init__(self, slices: Slices) -> None:
         self._slices = slices
         chunk = min(_CHUNK, slices.chunk)
-        self.length = 2 * slices.num_ranks * chunk
+        self.length = 2 * dist.get_world_size(slices.group) * chunk
         length = min(self.length, slices.length)
         self.sliced = replace(slices, chunk=chunk, length=length, num_calls=0)
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)

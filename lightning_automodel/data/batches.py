@@ -242,13 +242,6 @@ class TrackedLoader(Wrapper):
         return copy.deepcopy(shared[0])
 
 
-def track(loader: Any, group: Any, loop: Any) -> TrackedLoader:
-    """The tracked ``loader``, if it is not tracked yet."""
-    if isinstance(loader, TrackedLoader):
-        return loader
-    return TrackedLoader(loader, group, loop)
-
-
 def without_evaluation_data(numbers: list[int]) -> str:
     """What to raise where the ranks of these ``numbers`` have not a single batch."""
     return (

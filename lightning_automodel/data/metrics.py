@@ -22,16 +22,11 @@ def synchronise_over(
     metric with a ``dist_sync_fn`` of its own is left as it is.
     """
     gather = _Gather(with_other_data)
-
-    def gather_lists(values: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        Gathers.check()
-        return gather_objects(values, group or with_other_data)
-
     for metric in metrics:
         if metric.dist_sync_fn is None:
             patches.set(metric, "dist_sync_fn", gather)
         if isinstance(metric.dist_sync_fn, _Gather):
-            sync_lists_by(gather_lists, metric, patches)
+            sync_lists_by(gather, metric, patches)
 
 
 class _Gather:
@@ -40,9 +35,13 @@ class _Gather:
     def __init__(self, with_other_data: dist.ProcessGroup) -> None:
         self._with_other_data = with_other_data
 
-    def __call__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    def __call__(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """What each rank has: tensors, or objects with the lists of one metric."""
         Gathers.check()
-        return gather_all_tensors(value, group or self._with_other_data)
+        group = group or self._with_other_data
+        if isinstance(value, Tensor):
+            return gather_all_tensors(value, group)
+        return gather_objects(value, group)
 
     def __deepcopy__(self, memo: Any) -> "_Gather":
         return self

@@ -96,13 +96,18 @@ class UnevenInputs:
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
 
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even. Tracked, if ranks may have
+        unequally many batches, or if a training loader is counted ahead or has states to keep.
         """
         loader, pads = self._without_repeats(unwrap_loader(loader))
-        loader = self._compared(loader, pads)
-        if self.ahead is not None and self.is_training:
-            return self.ahead.process(loader)
-        return loader
+        processed = self._compared(loader, pads)
+        if not self.is_training or (self.ahead is None and not is_stateful(loader)):
+            return processed
+        if processed is loader:
+            processed = TrackedLoader(loader, self._group, self._trainer.fit_loop)
+        if self.ahead is not None:
+            processed.count_tokens = self.ahead.count_batch
+        return processed
 
     def _without_repeats(self, loader: Any) -> tuple[Any, bool]:
         """A loader whose ``DistributedSampler`` repeats no samples, and whether a rank may pad where its data ends.

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel.data.batches import BatchHandle, PendingGather, TrackedLoader, track
+from lightning_automodel.data.batches import BatchHandle, PendingGather, TrackedLoader
 from lightning_automodel.gradients.token_loss import WindowTotals
 
 
@@ -28,17 +28,11 @@ class WindowAhead:
         self._trainer = trainer
         self._group = group
         self._copies = copies
-        self._count_batch = count_batch
+        self.count_batch = count_batch
         self._window: list[BatchHandle] = []
         self._own_micro_batches = 0
         self._sent: PendingGather
         self.count: float = 0
-
-    def process(self, loader: Any) -> TrackedLoader:
-        """What tracks a training loader, to iterate instead."""
-        tracked = track(loader, self._group, self._trainer.fit_loop)
-        tracked.count_tokens = self._count_batch
-        return tracked
 
     def begin_batch(self, tracked: TrackedLoader, handle: BatchHandle) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.

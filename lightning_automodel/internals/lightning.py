@@ -147,6 +147,11 @@ def logging_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def modes_before_validation(trainer: Trainer) -> dict[str, bool]:
+    """By name, which modules were in training mode when the validation began that runs within the fit."""
+    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+
+
 def told_weights_only(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool | None:

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.multiprocessing import ProcessExitedException
 from typing_extensions import override
 
-from lightning_automodel import checkpoint as checkpoints
+from lightning_automodel.checkpoint.state_dict import model_state, under_own_names, whole
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
 from lightning_automodel.internals import lightning as lightning_internals
@@ -122,7 +121,7 @@ def collect(trainer: "pl.Trainer", returned: Any, path: Path) -> None:
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     weights = None
     if trainer.state.fn == TrainerFn.FITTING:
-        weights = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
+        weights = whole(model_state(trainer.lightning_module), keep=is_first)
     if not is_first:
         return
     results = {
@@ -168,8 +167,7 @@ def load_trained_weights(module: "pl.LightningModule", weights: dict[str, Any], 
             module.configure_model()
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise ValueError("some of its tensors are on the meta device")
-        if weights:
-            set_model_state_dict(module, weights)
+        module.load_state_dict(under_own_names(module, weights))
     except Exception as error:
         raise RuntimeError(
             f"{type(module).__name__} is trained, but the module in this process cannot hold the trained"

@@ -13,13 +13,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
+from lightning_automodel.data.batches import is_stateful, unwrap_loader
 from lightning_automodel.data.samplers import innermost_sampler, samplers_of
 from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.internals import lightning as lightning_internals
@@ -129,20 +128,18 @@ class TrainingLoaders:
         # Weakly, since loaders hold them: those of loaders that were loaded anew go with these.
         self._recorders: weakref.WeakSet[RecordingSampler] = weakref.WeakSet()
 
-    def take(self, processed: Any) -> Any:
-        """What to iterate instead of a loader. Of one to train on, states are kept, or indices that torch draws."""
+    def take(self, processed: Any) -> None:
+        """Let the states of a ``processed`` loader to train on be kept, or the indices that torch draws."""
         if not self._trainer.training:
-            return processed
+            return
         loader = unwrap_loader(processed)
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
-            processed = track(processed, dist.group.WORLD, self._trainer.fit_loop)
             processed.window_start = self._window_start
         elif is_of_torch and _goes_by_indices(loader) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
             device = self._trainer.strategy.root_device
             self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
-        return processed
 
     def _begins_at(self) -> int | None:
         """How many batches of the epoch were used, if the Trainer draws now to train."""

@@ -5,7 +5,6 @@ window, the fit begins the window again.
 """
 
 import pickle
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import torch as torch_internals
@@ -81,9 +81,6 @@ class Resume:
         self._patches = patches
         self.loaders = dataloaders.TrainingLoaders(self._trainer, self._window_start)
         self._first_flags = snapshot.flags(self._module)
-        self._flags_before_validation: dict[str, Any] = {}
-        evaluate = self._module.on_validation_model_eval
-        patches.set(self._module, "on_validation_model_eval", lambda: self._before_validation(evaluate))
         self._first_buffers: snapshot.Buffers = {}
         self._batches = 0  # of all epochs that were used when an optimizer last stepped
         self._logged = 0  # batches that stepped, as loggers count them, at that time
@@ -91,12 +88,7 @@ class Resume:
         # What saves hold in place of the present: what waits for the start of training, or where the fit ended.
         self._kept: dict[str, Any] | None = None
         self._has_started = False
-        self._can_resume = True
         self._has_stopped_before_validation = False
-
-    def on_checkpoint_loaded(self) -> None:
-        """The Trainer has loaded the checkpoint to resume from, if any: what is loaded later are weights."""
-        self._can_resume = False
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -106,8 +98,7 @@ class Resume:
         self._kept = None
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer)
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        self._optimizes = any(group["params"] for group in groups)
+        self._optimizes = any(map(optimizer_parameters, self._trainer.optimizers))
         if loaded is not None:
             self._go_on(loaded)
         checkpoint_callbacks.save_last(self._trainer, lambda: self.is_within_window, self._patches)
@@ -135,14 +126,9 @@ class Resume:
         """The fit stops after a batch, before a validation that is due: a resumed run begins with it."""
         self._has_stopped_before_validation = True
 
-    def _before_validation(self, evaluate: Callable[[], None]) -> None:
-        """Note in which modes modules train."""
-        self._flags_before_validation = snapshot.flags(self._module)
-        evaluate()
-
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
-        if self._has_started and self._kept is None:
+        if self._has_started:
             self._kept = self._now()
         self.loaders.close()
 
@@ -159,17 +145,17 @@ class Resume:
         the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
         """
         own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
-        # Else a hook saves what was loaded, before the run has started.
-        if self._has_started or self._kept is None:
-            self._remark(own)
-            _set_counters(checkpoint, own)
         ranks = [own]
         if group is not None:
             ranks = gather_objects(own, group)
-        if len({pickle.dumps(rank["extra_states"]) for rank in ranks}) == 1:
+        # Numbers, since pickles of equal tensors differ.
+        numbers = [apply_to_collection(rank["extra_states"], Tensor, Tensor.tolist) for rank in ranks]
+        if len(set(map(pickle.dumps, numbers))) == 1:
             ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
+            self._remark(own)
+            _set_counters(checkpoint, own)
             checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": sizes, "ranks": ranks}
 
     def _remark(self, own: dict[str, Any]) -> None:
@@ -196,15 +182,15 @@ class Resume:
         trainer = self._trainer
         at = self._position()
         logged = lightning_internals.logging_step(trainer)
-        if at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
-            logged += 1
-        if at.stage != loops.EPOCH and self._optimizes:
+        if at.stage != loops.EPOCH and self.is_within_window:
+            at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
             logged = self._logged
-            if self._window_start() < at.batches:
-                at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
+        elif at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
+            logged += 1
         flags = snapshot.flags(self._module)
         if trainer.validating:
-            flags |= self._flags_before_validation
+            modes = lightning_internals.modes_before_validation(trainer)
+            flags |= {f"{name}.training": mode for name, mode in modes.items()}
         first = self._first_flags
         seen: dict[str, Any] = {}
         if not trainer.interrupted:  # after an exception, it may not be possible to compute metrics
@@ -247,8 +233,7 @@ class Resume:
         """
         # The Trainer itself loads in no hook. What a hook loads are weights, such as those that
         # LearningRateFinder has saved in on_fit_start: the fit goes on where it is.
-        is_in_hook = lightning_internals.current_hook(self._module) is not None
-        if is_in_hook or not self._can_resume:
+        if lightning_internals.current_hook(self._module) is not None:
             return
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
@@ -257,7 +242,7 @@ class Resume:
                 " only its weights (load_from_checkpoint)."
             )
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
-        if state is None:
+        if state is None or "loops" not in checkpoint:
             return
         own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
         extra_states = own["extra_states"]
@@ -285,7 +270,7 @@ class Resume:
                 " Where they matter, build these modules before on_train_start ends."
             )
         self._run.load_state(loaded["own"])
-        if at.is_epoch_ending and at.stage == loops.EPOCH:
+        if at.is_epoch_ending:
             loops.step_plateau_schedulers(self._trainer)
         loops.finish_restart(self._trainer, at.stage, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
@@ -298,7 +283,6 @@ class Resume:
 
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
-    if "loops" in checkpoint:
-        progress = checkpoint["loops"]["fit_loop"]
-        counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
+    progress = checkpoint["loops"]["fit_loop"]
+    counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
+    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}

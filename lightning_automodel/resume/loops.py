@@ -27,7 +27,7 @@ class Position:
     stage: str  # one of those above
     batches: int  # of the epoch that the loop has used
     epochs: int  # that are complete
-    # The hooks that end an epoch are running: what follows them is not done yet.
+    # The hooks that end an epoch are running, an epoch that comes next: what follows them is not done yet.
     is_epoch_ending: bool = False
 
     @property
@@ -43,11 +43,11 @@ def position(trainer: "pl.Trainer", has_stopped_before_validation: bool) -> Posi
     progress = fit_loop.epoch_loop.batch_progress
     batches = progress.current
     if epochs.started <= epochs.processed:
-        is_ending = epochs.completed < epochs.processed
         if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
             # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are
             # allowed.
-            return Position(BATCH, batches.processed, epochs.processed - 1, is_ending)
+            return Position(BATCH, batches.processed, epochs.processed - 1)
+        is_ending = epochs.completed < epochs.processed
         return Position(EPOCH, batches.processed, epochs.processed, is_ending)
     if batches.completed < batches.ready or has_stopped_before_validation:
         return Position(STEP, batches.ready, epochs.processed)

@@ -25,10 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy, ModelExport
-from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face, model_state
+from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.reading import load_any
+from lightning_automodel.checkpoint.loading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
+from lightning_automodel.checkpoint.state_dict import model_state
 from tests.checkpoint.checkpoints import no_space_for_files
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import TinyDecoder, full_weights

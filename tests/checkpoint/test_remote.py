@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, paths
-from lightning_automodel.checkpoint.reading import load_any
+from lightning_automodel.checkpoint.loading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
 from tests.checkpoint.checkpoints import FORMS, are_equal, fit, load_only, resume, save, uninterrupted

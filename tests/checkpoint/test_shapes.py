@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 
 import lightning_automodel.checkpoint
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import load_any
 from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.loading import load_any
 from tests.checkpoint.checkpoints import (
     ACCUMULATE,
     FORMS,

@@ -236,7 +236,7 @@ def test_saved_after_a_later_validation(pool1: RankPool, tmp_path: Path) -> None
 
 def test_another_format_is_refused() -> None:
     trainer = SimpleNamespace(callbacks=[])
-    resume: Any = SimpleNamespace(_can_resume=True, _trainer=trainer, _module=LightningModule())
+    resume: Any = SimpleNamespace(_trainer=trainer, _module=LightningModule())
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
     ):

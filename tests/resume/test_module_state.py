@@ -131,37 +131,37 @@ class Replay(nn.Module):
 
 
 class WithReplay(AdamModule):
-    """One module of each kind, and one that is the same on every rank."""
+    """One module of each kind, and one that is the same on every rank; or that one alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, differs: bool = True) -> None:
         super().__init__()
-        self.replays = nn.ModuleList(
-            [Replay(as_tensor=False), Replay(as_tensor=True), Replay(as_tensor=False)]
-        )
+        self.replays = nn.ModuleList([Replay(as_tensor=True)])
+        if differs:
+            self.replays = nn.ModuleList([Replay(as_tensor=False), Replay(as_tensor=True), *self.replays])
         self.at_start: list[list[float]] = []
 
     def on_train_start(self) -> None:
         self.at_start = self.seen()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for replay in self.replays[:2]:
+        for replay in self.replays[:-1]:
             # Ranks have seen different numbers of things.
             replay.seen += [float(dist.get_rank())] * (1 + dist.get_rank())
-        self.replays[2].seen.append(1.0)
+        self.replays[-1].seen.append(1.0)
 
     def seen(self) -> list[list[float]]:
         return [list(replay.seen) for replay in self.replays]
 
 
-def _save_seen(options: dict[str, Any], path: str) -> list[list[float]]:
-    module = WithReplay()
+def _save_seen(options: dict[str, Any], path: str, differs: bool = True) -> list[list[float]]:
+    module = WithReplay(differs)
     trainer, _ = fit(options, module)
     trainer.save_checkpoint(path)
     return module.seen()
 
 
-def _resume_seen(options: dict[str, Any], path: str) -> list[list[float]]:
-    module = WithReplay()
+def _resume_seen(options: dict[str, Any], path: str, differs: bool = True) -> list[list[float]]:
+    module = WithReplay(differs)
     fit(options, module, ckpt_path=path, max_epochs=2)
     return module.at_start
 
@@ -181,6 +181,13 @@ def test_extra_states_that_differ_by_rank(
     if form == "shards":
         assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0
         assert WithReplay.load_from_checkpoint(tmp_path / "whole.ckpt").seen() == saved[0]
+
+
+def test_equal_extra_states_on_another_world_size(pool2: RankPool, pool1: RankPool, tmp_path: Path) -> None:
+    """Of tensors too, whose pickles differ."""
+    path = str(tmp_path / "last.ckpt")
+    saved = pool2.run(_save_seen, FORMS["shards"], path, False)
+    assert pool1.run(_resume_seen, FORMS["shards"], path, False) == saved[:1]
 
 
 # --- All of one moment ------------------------------------------------------------------------------------------------

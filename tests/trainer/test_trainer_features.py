@@ -210,7 +210,7 @@ class _Module(LabelledModule):
 
     def _compare(self, batch: Any) -> None:
         for other in (pickle.loads(pickle.dumps(self)), copy.deepcopy(self)):
-            for name in ("zero_grad", "training_step", "on_validation_model_eval", "toggle_optimizer"):
+            for name in ("zero_grad", "training_step", "on_validation_model_zero_grad", "toggle_optimizer"):
                 if getattr(other, name).__self__ is not other:
                     self.differing.append(name)
             if batch is None:
