@@ -25,10 +25,10 @@ from lightning_automodel.sharding.gathered_tensor import (
     check_is_gathered,
     make_gathered,
     make_plain,
-    shard_versions,
     text_of_refusal,
 )
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
+from lightning_automodel.sharding.whole_copies import versions
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
@@ -89,7 +89,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def note_shards(self) -> None:
         """Note the versions of the shards, before a gather that FSDP2 may start ahead."""
-        self._gathered_versions = shard_versions(self._shards)
+        self._gathered_versions = versions(self._shards)
 
     @torch_internals.not_compiled
     def _before_forward(self, *_: Any) -> None:
@@ -104,16 +104,16 @@ class GatheredUnit(fsdp2.Unit):
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         if self.engine.phase is not Phase.BEFORE_BACKWARD:
-            self._forward_versions = shard_versions(self._shards)
+            self._forward_versions = versions(self._shards)
 
     @property
     def is_current(self) -> bool:
         """True while no shard was written since the unit was gathered; the same on all ranks."""
-        return self._gathered_versions == shard_versions(self._shards)
+        return self._gathered_versions == versions(self._shards)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""
-        now_and_before = zip(self._shards, shard_versions(self._shards), before, strict=False)
+        now_and_before = zip(self._shards, versions(self._shards), before, strict=False)
         return [shard for shard, now, then in now_and_before if now != then]
 
     def check_current(self) -> None:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.torch import local_tensor, version
+from lightning_automodel.internals.dtensor import DATA, GRAD
+from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -124,16 +124,6 @@ def text_of_refusal(shard: Any, gathered: Tensor) -> str:
         f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
         f" {IN_HOOKS}. Or pass data_parallel='ddp'."
     )
-
-
-def shard_versions(shards: list[Any]) -> list[int]:
-    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
-    with plain_access():
-        try:
-            return list(map(version, shards))
-        except RuntimeError:
-            # Asking each first whether it is one takes longer than all the rest.
-            return [0 if shard.is_inference() else version(shard) for shard in shards]
 
 
 def check_is_gathered(gathered: Any) -> None:
