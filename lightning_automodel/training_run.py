@@ -175,7 +175,7 @@ class TrainingRun:
         self._dtypes = precision.Dtypes.of(parameters)
         in_float16 = self._dtypes.pass_float16(self.plugin) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
-        scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
+        scaling = LossScaling(scaler, in_float16, mesh, self.device, self.patches)
         self.windows = GradientWindows(self.engine, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
         self.steps = OptimizerSteps(

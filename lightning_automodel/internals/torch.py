@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -65,13 +64,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers at or below ``module``, each once, found in one walk over its modules."""
-    names: dict[Tensor, str] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in {**parameters_of(owner), **buffers_of(owner)}.items():
-            if tensor is not None:
-                names.setdefault(tensor, f"{path}.{name}".lstrip("."))
-    return {name: tensor for tensor, name in names.items()}
+    """Parameters and buffers at or below ``module``, each once."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 def is_read_by_torch() -> bool:
@@ -214,48 +208,30 @@ use_and_writes: Callable[[Tensor], tuple[bool, int, int]] = attrgetter(
 
 def patch_unscaling(
     scaler: GradScaler,
-    device: torch.device,
     is_checked: dict[Optimizer, bool],
-    agree: Callable[[Tensor], Tensor],
+    unscale: Callable[[Optimizer], Tensor],
     patches: PatchStack,
 ) -> None:
-    """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
+    """Make ``scaler.unscale_`` call ``unscale``, unless it has looked for overflow of these gradients already.
 
-    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow
-    was looked for since. ``agree`` combines what ranks have found: a collective where gradients are sharded.
+    That returns [] 1.0 for an overflow, else 0.0. ``is_checked``, updated here, has the optimizers whose gradients
+    are unscaled, with whether overflow was looked for since.
     """
 
     @torch.no_grad()
-    def unscale(optimizer: Optimizer) -> None:
+    def unscale_once(optimizer: Optimizer) -> None:
         # Unlike torch's, it may be called again before the next update(), which an abandoned step never
         # reaches.
         state = scaler._per_optimizer_states[id(optimizer)]
         # The scaler drops this state whenever any optimizer steps.
         if is_checked.get(optimizer) and state["found_inf_per_device"]:
             return
-        parts = [
-            local_tensor(parameter.grad)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        if any(part.dtype == torch.float16 for part in parts):
-            raise ValueError(
-                "Attempting to unscale FP16 gradients: pass a model with float32 parameters, which"
-                " precision='16-mixed' computes with in float16."
-            )
-        if optimizer not in is_checked:
-            scale = scaler.scale(torch.ones((), device=device))
-            for part in parts:
-                part.div_(scale.to(part.device))
-        values = [part.coalesce().values() if part.is_sparse else part for part in parts]
-        largest = get_total_norm([value for value in values if value.numel() > 0], torch.inf)
-        found = agree((~largest.isfinite()).float())
+        found = unscale(optimizer)
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
         is_checked[optimizer] = True
 
-    patches.set(scaler, "unscale_", unscale)
+    patches.set(scaler, "unscale_", unscale_once)
 
 
 def saved(node: Any, name: str) -> Any:
