@@ -151,7 +151,11 @@ def reduced(call: Call) -> Any:
         raise NeedsWholes
     is_list = not isinstance(call.args[0], Tensor)
     tensors = call.args[0] if is_list else [call.args[0]]
-    _check_summable(tensors)
+    if any(
+        not tensor.is_floating_point() or is_recorded(tensor) or isinstance(tensor, View)
+        for tensor in tensors
+    ):
+        raise NeedsWholes
     parts = list(map(local_tensor, tensors))
     dtype = wide_dtype(tensors[0].device)
     if is_sum:
@@ -159,14 +163,5 @@ def reduced(call: Call) -> Any:
     else:
         squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square()
         sums = add_up(squares, tensors, call.name).sqrt()
-    numbers = sums.to(tensors[0].dtype).unbind()
-    return list(numbers) if is_list else numbers[0]
-
-
-def _check_summable(tensors: Any) -> None:
-    """Raise NeedsWholes unless numbers of these tensors can be added up in one list, and nobody follows them."""
-    is_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-    if not is_alike or not tensors[0].is_floating_point():
-        raise NeedsWholes
-    if any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors):
-        raise NeedsWholes
+    numbers = [number.to(tensor.dtype) for number, tensor in zip(sums, tensors, strict=True)]
+    return numbers if is_list else numbers[0]

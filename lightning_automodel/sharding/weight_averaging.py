@@ -1,8 +1,8 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook. A module that will be sharded or converted to float64, or has no
-values yet, is not what they would average, and FSDP2 refuses to copy a sharded one. For such a module their hook runs
-later, and gets a copy that is sharded like it. Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook. A module that will be moved, sharded or converted to float64, or has
+no values yet, is not what they would average, and FSDP2 refuses to copy a sharded one. So their hook runs later, and
+gets a copy that is sharded like it. Each rank averages its own shards, without communication.
 """
 
 from collections.abc import Callable
@@ -11,36 +11,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
-from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.units import class_name, is_sharded
 
 
-def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
-    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
-
-    It will be sharded, or some of its tensors have no values yet, or it will be converted to float64: validations,
-    which swap average and weights, would round these. Else they run at their time.
-    """
-    is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
+def delay_setup(module: pl.LightningModule, patches: PatchStack) -> None:
+    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, when ``module`` is what is trained."""
     for callback in _averaging(module):
-        if shards or is_converted or meta_init.names_without_values(module):
-            patches.set(callback, "setup", lambda *_, **__: None)
+        patches.set(callback, "setup", lambda *_, **__: None)
 
 
 def set_up(module: pl.LightningModule) -> None:
-    """Run the hooks that were delayed, if any, now that ``module`` is what will be trained. Not a collective."""
-    stage = module.trainer.state.fn
-    delayed = [callback for callback in _averaging(module) if "setup" in vars(callback)]
-    if not delayed:
-        return
-    assert stage is not None
+    """Run the hooks that were delayed, now that ``module`` is what will be trained. Not a collective."""
+    stage: Any = module.trainer.state.fn
     with PatchStack() as while_copying:
         if is_sharded(module):
             # Only within these calls: other callbacks that copy the module want it whole.
@@ -48,8 +36,9 @@ def set_up(module: pl.LightningModule) -> None:
         if is_overridden("configure_model", module):
             # WeightAveraging calls it, to have layers to copy.
             while_copying.set(module, "configure_model", lambda: None)
-        for callback in delayed:
-            type(callback).setup(callback, module.trainer, module, stage)
+        for callback in _averaging(module):
+            if "setup" in vars(callback):  # else it was added since, and has run its own
+                type(callback).setup(callback, module.trainer, module, stage)
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
