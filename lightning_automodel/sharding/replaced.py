@@ -61,16 +61,13 @@ class ModuleParameters:
 
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
-        path_of: dict[nn.Parameter, str] = {}
         for prefix, owner in self._module.named_modules():
             held = torch_internals.parameters_of(owner)
             for name, parameter in held.items():
                 if parameter is not None:
-                    path = f"{prefix}.{name}".lstrip(".")
-                    self._places.append((path, held, parameter))
-                    path_of.setdefault(parameter, path)
-        self.named = {path: parameter for parameter, path in path_of.items()}
-        self._known = set(map(id, path_of))
+                    self._places.append((f"{prefix}.{name}".lstrip("."), held, parameter))
+        self.named = dict(self._module.named_parameters())
+        self._known = set(map(id, self.named.values()))
         for path, shard in self.named.items():
             old = self._before.get(path)
             if old is None or old is shard:

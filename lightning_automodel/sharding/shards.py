@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
@@ -149,7 +150,7 @@ def shard_parameters(
             shard = make_shard(param.sharded_param)
             shard.parameter_name = names.get(id(shard), "a parameter")
             shard.fsdp_param = param
-            shard.accepts_hooks = accept_hooks
+            shard.accepts_hooks = accept_hooks and num_expert_ranks(shard) == 1
 
 
 # --- What a tensor says of itself -----------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def _hook(call: Call) -> Any:
             " hook, or would call it before the gradient is divided by the label tokens of its window."
             " Change or read gradients in on_before_optimizer_step, where they are final. For hooks that"
             " step inside of the backward use register_post_accumulate_grad_hook with"
-            " count_window_ahead=True."
+            " count_window_ahead=True, on parameters that are no spread experts."
         )
     return call.run()
 

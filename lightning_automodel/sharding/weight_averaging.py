@@ -48,28 +48,27 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def save(callback: Callback, *args: Any) -> None:
+    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        swapped.symmetric_difference_update([callback])
+
+    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
         checkpoint = args[-1]
         if callback in swapped and "current_model_state" in checkpoint:
             average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    following: dict[str, Callable[..., None]] = {
-        "on_validation_epoch_start": lambda callback, *_: swapped.add(callback),
-        "on_validation_epoch_end": lambda callback, *_: swapped.discard(callback),
+    following = {
+        "on_validation_epoch_start": swap,
+        "on_validation_epoch_end": swap,
         "on_save_checkpoint": save,
     }
-
-    def call_both(callback: Callback, hook: Callable[..., None], name: str, *args: Any) -> None:
-        hook(*args)
-        following[name](callback, *args)
-
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name in following:
-                hook = getattr(callback, name)
-                patches.set(callback, name, partial(call_both, callback, hook, name))
+            for name, follow in following.items():
+                patches.set(callback, name, partial(follow, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
 
