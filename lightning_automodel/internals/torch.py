@@ -57,6 +57,16 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return buffers
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers at or below ``module`` that its state dict has, by their paths."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dictionary of a module's own parameters, whose entries sharding replaces."""
     parameters: dict[str, nn.Parameter | None] = module._parameters
@@ -121,11 +131,10 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def defined_in(hook: Any, *packages: str) -> bool:
     """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
-    hook = getattr(hook, "hook", hook)  # as modules keep some
-    hook = getattr(hook, "func", hook)  # of a partial
-    hook = getattr(hook, "__func__", hook)
+    for wrapped in ("hook", "func", "__func__"):  # as modules keep some; of a partial; of a method
+        hook = getattr(hook, wrapped, hook)
     homes = [str(getattr(hook, "__module__", "")), str(getattr(hook, "__globals__", {}).get("__name__", ""))]
-    return any(home == package or home.startswith(f"{package}.") for home in homes for package in packages)
+    return any(f"{home}.".startswith(f"{package}.") for home in homes for package in packages)
 
 
 _COMPILED = "_orig_mod"

@@ -109,7 +109,7 @@ class GatheredUnit(fsdp2.Unit):
     @property
     def is_current(self) -> bool:
         """True while no shard was written since the unit was gathered; the same on all ranks."""
-        return self._gathered_versions == versions(self._shards)
+        return not self._written_since(self._gathered_versions)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""

@@ -53,7 +53,7 @@ class ModuleParameters:
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
         plain = {path: own for path, own in parameters.items() if type(own) is nn.Parameter}
         self._before = WeakValueDictionary(plain)
-        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}  # by what they have replaced
         self._places: list[tuple[str, dict[str, nn.Parameter | None], nn.Parameter]] = []
 
     def note_distributed(self) -> None:
@@ -72,20 +72,19 @@ class ModuleParameters:
             old = self._before.get(path)
             if old is None or old is shard:
                 continue
-            self._replaced.append((old, shard))
             old.data = old.new_empty(0)
             replaced: Any = old
             replaced.parameter_name = path
-            replaced.__class__ = Replaced
+            replaced.__class__ = Replaced  # which has a hash of its own
+            self._shards[replaced] = shard
         self._before.clear()
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
         if optimizer.state:
             return
-        shards = {id(old): shard for old, shard in self._replaced}
         for group in optimizer.param_groups:
-            group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self._shards.get(parameter, parameter) for parameter in group["params"]]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError, at set-up or before a step, if a parameter of ``optimizer`` is none of the module's."""

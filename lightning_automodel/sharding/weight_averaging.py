@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -33,9 +32,8 @@ def set_up(module: pl.LightningModule) -> None:
         if is_sharded(module):
             # Only within these calls: other callbacks that copy the module want it whole.
             while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
-        if is_overridden("configure_model", module):
-            # WeightAveraging calls it, to have layers to copy.
-            while_copying.set(module, "configure_model", lambda: None)
+        # WeightAveraging would call the user's, to have layers to copy.
+        while_copying.set(module, "configure_model", partial(pl.LightningModule.configure_model, module))
         for callback in _averaging(module):
             if "setup" in vars(callback):  # else it was added since, and has run its own
                 type(callback).setup(callback, module.trainer, module, stage)
