@@ -53,7 +53,6 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.internals.torch import use_and_writes
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.sync_context import Deferral
@@ -296,8 +295,7 @@ class FSDP2Window(PhasedEngine):
     def _settle(self) -> None:
         """Let shards follow what was done to their copies. Not a collective."""
         for unit in self.units:
-            if unit.noted != list(map(use_and_writes, unit.copies)):
-                unit.settle()
+            unit.settle()
 
     def reuse_retained(self) -> None:
         """Show retained parameters again, unless the sharded ones were written since; free all others."""

@@ -62,8 +62,6 @@ class GatheredUnit(fsdp2.Unit):
 
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
-        copies: Of its parameters, the tensors that all gathers write to.
-        noted: What was known of the copies when the shards last followed them.
         hook: Of its forwards.
     """
 
@@ -76,10 +74,7 @@ class GatheredUnit(fsdp2.Unit):
         for group in self.groups:
             fsdp2.make_unsharded(group)
         self._shards = [param.sharded_param for param in self.params]
-        self.copies: list[Any] = []
-        for param in self.params:
-            make_gathered(param.unsharded_param, param.sharded_param, engine)
-            self.copies.append(param.unsharded_param)
+        self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -132,20 +127,19 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        self.noted = list(map(use_and_writes, self.copies))
+        self._noted = list(map(use_and_writes, self._copies))
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Let shards follow what was done to their copies. Not a collective.
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        noted = list(map(use_and_writes, self.copies))
-        if noted == self.noted:
+        noted = list(map(use_and_writes, self._copies))
+        if noted == self._noted:
             return
         written = self._written_since(self._gathered_versions)
         for number, param in enumerate(self.params):
-            trained, *writes_before = self.noted[number]
+            trained, *writes_before = self._noted[number]
             trains, *writes_now = noted[number]
             shard = param.sharded_param
             if trains != trained and shard.requires_grad == trained:
@@ -184,11 +178,12 @@ class GatheredUnit(fsdp2.Unit):
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
         self.hook.remove()
-        for gathered in self.copies:
+        for gathered in self._copies:
             make_plain(gathered)
-        self.copies.clear()
+        self._copies.clear()
 
 
+@torch.no_grad()
 def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     """Copy this rank's slice of a written copy into the shard. Not a collective.
 

@@ -98,14 +98,17 @@ class _GatheredPart(GatheredTensor, DTensor):
     """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
 
 
-def make_gathered(gathered: Any, shard: nn.Parameter, engine: Engine) -> None:
-    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class, and what users have set on it."""
+def make_gathered(param: fsdp2.FSDPParam, engine: Engine) -> Any:
+    """Give what FSDP2 gathers of a shard, which stays the same object, its class, and what users have set on it."""
+    gathered = param.unsharded_param
+    shard = param.sharded_param
     of_users = vars(shard).keys() - vars(type(shard)).keys()
     vars(gathered).update({name: getattr(shard, name) for name in of_users})
     gathered.shard = shard
     gathered.engine = engine
     gathered.alias = DATA.__get__(gathered)
     gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
+    return gathered
 
 
 def make_plain(gathered: Any) -> None:
