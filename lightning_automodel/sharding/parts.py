@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.gradients.token_loss import wide_dtype
-from lightning_automodel.internals.dtensor import alike, tree_map_only, with_part
+from lightning_automodel.internals.dtensor import alike, with_part
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import (
     Call,
@@ -64,12 +64,10 @@ def elementwise(call: Call) -> Any:
 
 
 def cast(call: Call) -> Any:
-    """``p.to(other)`` or ``x.type_as(p)``: of the other tensor the dtype and the device count, not the shape."""
-    tensor, *others = call.args
-    args, kwargs = tree_map_only(
-        Tensor, lambda other: local_tensor(other).new_empty(()), (others, call.kwargs)
-    )
-    return elementwise(Call(call.function, (tensor, *args), kwargs))
+    """``p.to(other)`` or ``p.type_as(other)``, which keep its shape: ``x.to(p)`` has that of ``x``."""
+    if not isinstance(call.args[0], DTensor):
+        raise NeedsWholes
+    return elementwise(call)
 
 
 def foreach(call: Call) -> Any:
