@@ -464,7 +464,7 @@ class AutomodelStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None:
             checks.check_callbacks(module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
-            weight_averaging.delay_setup(module, self._options.is_sharded, self._patches)
+            weight_averaging.delay_setup(module, self._patches)
         if self._options.first_rank_setup:
             self._setup_block.enter_context(self.first_rank_per_node())
 

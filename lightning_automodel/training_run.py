@@ -125,7 +125,7 @@ class TrainingRun:
         precision.convert_metrics(self.plugin, module)
         parameters = dict(module.named_parameters())
         self.parameters = ModuleParameters(module, parameters)
-        checks.check_hooks(parameters, options.count_window_ahead)
+        checks.check_hooks(parameters)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
         if fitting:
             checkpointed = options.activation_checkpointing
@@ -178,7 +178,7 @@ class TrainingRun:
         self._dtypes = precision.Dtypes.of(parameters)
         in_float16 = self._dtypes.pass_float16(self.plugin) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
-        scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
+        scaling = LossScaling(scaler, in_float16, mesh, self.device, self.patches)
         self.windows = GradientWindows(self.engine, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
         self.steps = OptimizerSteps(
@@ -297,7 +297,7 @@ class TrainingRun:
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
         self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
-        checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
+        checks.check_hooks(self.parameters.named)
 
     def move_optimizer_states(self, optimizers: list[Optimizer]) -> None:
         """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.
@@ -318,7 +318,7 @@ class TrainingRun:
         self.parameters.check_module()
         # Shards refuse hooks where these are registered.
         if any(map(torch_internals.has_post_accumulate_hook, self._replicated)):
-            checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
+            checks.check_hooks(self.parameters.named)
 
     def zero_before_validation(self, zero: Callable[[], None]) -> None:
         """Let the module zero gradients, and say so if that loses any."""

@@ -7,6 +7,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.token_loss import Count
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -24,8 +25,7 @@ class LossScaling:
 
     A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale that it began
     with and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks
-    for overflow: if gradients are sharded, by one all-reduce of one number over all ranks, so that all or
-    none skip a step.
+    for overflow, in the norm of all gradients, so that all ranks or none skip a step.
 
     Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by
     the [] range factor, which stays on the device and is the same on all ranks: one over the tokens per rank
@@ -41,7 +41,6 @@ class LossScaling:
         in_float16: bool,
         mesh: RunMesh,
         device: torch.device,
-        is_sharded: bool,
         patches: PatchStack,
     ) -> None:
         self.scaler = scaler
@@ -49,11 +48,10 @@ class LossScaling:
         self._is_unset = in_float16
         self._mesh = mesh
         self._device = device
-        self._is_sharded = is_sharded
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
-            torch_internals.patch_unscaling(scaler, device, self._is_checked, self._agree, patches)
+            torch_internals.patch_unscaling(scaler, self._is_checked, self._unscale, patches)
 
     def restore_range(self, factor: Tensor | None) -> None:
         """Set the range factor of a saved run."""
@@ -91,9 +89,17 @@ class LossScaling:
         """After a step, gradients from outside a window (``scaler.scale(loss).backward()``) count as scaled again."""
         self._is_checked.pop(optimizer, None)
 
-    def _agree(self, found_inf: Tensor) -> Tensor:
-        """[] 1 where any rank has found an overflow. A collective over all ranks if these have shards."""
-        if self._is_sharded:
-            found_inf = found_inf.to(self._device)
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        return found_inf
+    def _unscale(self, optimizer: Optimizer) -> Tensor:
+        """Unscale gradients unless they are. Returns [] 1 where they overflow. A collective if some are sharded."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(
+            parameter.grad is not None and parameter.grad.dtype == torch.float16 for parameter in parameters
+        ):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: pass a model with float32 parameters, which"
+                " precision='16-mixed' computes with in float16."
+            )
+        if self.scaler is not None and optimizer not in self._is_checked:
+            scale = self.scaler.scale(torch.ones((), device=self._device))
+            rescale_clip.scale_gradients_(parameters, 1 / scale)
+        return (~rescale_clip.total_norm(parameters).isfinite()).float()

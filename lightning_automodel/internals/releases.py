@@ -5,11 +5,11 @@ Reading a private name that a release lacks raises by itself, and so does writin
 """
 
 import importlib.metadata
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from packaging.version import Version
 
 TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 and 2.6.6"}
 """The releases that ``.ci/versions`` has run with, the newest one last; ``docs/support.md`` has the table."""
@@ -47,7 +47,7 @@ def warn_untested() -> None:
     for library, tested in TESTED_RELEASES.items():
         release = importlib.metadata.version(library)
         newest = tested.rpartition(" ")[2]
-        if _numbers(release) > _numbers(newest):
+        if Version(release).release > Version(newest).release:
             command = f"bash .ci/versions {release}"
             if library == "lightning":
                 command = f"LIGHTNING={release} bash .ci/versions {importlib.metadata.version('torch')}"
@@ -57,8 +57,3 @@ def warn_untested() -> None:
                 " clone of the repository (CONTRIBUTING.md, Support for a new torch). ExactnessCheck compares your"
                 " own training with one process, but not a resumed run with one that never stopped."
             )
-
-
-def _numbers(release: str) -> list[int]:
-    """Major, minor and patch of a release."""
-    return [int(number) for number in re.findall(r"\d+", release)[:3]]

@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -58,6 +57,16 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return buffers
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers at or below ``module`` that its state dict has, by their paths."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dictionary of a module's own parameters, whose entries sharding replaces."""
     parameters: dict[str, nn.Parameter | None] = module._parameters
@@ -65,13 +74,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers at or below ``module``, each once, found in one walk over its modules."""
-    names: dict[Tensor, str] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in {**parameters_of(owner), **buffers_of(owner)}.items():
-            if tensor is not None:
-                names.setdefault(tensor, f"{path}.{name}".lstrip("."))
-    return {name: tensor for tensor, name in names.items()}
+    """Parameters and buffers at or below ``module``, each once."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 def is_read_by_torch() -> bool:
@@ -127,11 +131,10 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def defined_in(hook: Any, *packages: str) -> bool:
     """Whether a hook or method is of one of these packages, though it may carry the name of what it wraps."""
-    hook = getattr(hook, "hook", hook)  # as modules keep some
-    hook = getattr(hook, "func", hook)  # of a partial
-    hook = getattr(hook, "__func__", hook)
+    for wrapped in ("hook", "func", "__func__"):  # as modules keep some; of a partial; of a method
+        hook = getattr(hook, wrapped, hook)
     homes = [str(getattr(hook, "__module__", "")), str(getattr(hook, "__globals__", {}).get("__name__", ""))]
-    return any(home == package or home.startswith(f"{package}.") for home in homes for package in packages)
+    return any(f"{home}.".startswith(f"{package}.") for home in homes for package in packages)
 
 
 _COMPILED = "_orig_mod"
@@ -214,48 +217,30 @@ use_and_writes: Callable[[Tensor], tuple[bool, int, int]] = attrgetter(
 
 def patch_unscaling(
     scaler: GradScaler,
-    device: torch.device,
     is_checked: dict[Optimizer, bool],
-    agree: Callable[[Tensor], Tensor],
+    unscale: Callable[[Optimizer], Tensor],
     patches: PatchStack,
 ) -> None:
-    """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
+    """Make ``scaler.unscale_`` call ``unscale``, unless it has looked for overflow of these gradients already.
 
-    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow
-    was looked for since. ``agree`` combines what ranks have found: a collective where gradients are sharded.
+    That returns [] 1.0 for an overflow, else 0.0. ``is_checked``, updated here, has the optimizers whose gradients
+    are unscaled, with whether overflow was looked for since.
     """
 
     @torch.no_grad()
-    def unscale(optimizer: Optimizer) -> None:
+    def unscale_once(optimizer: Optimizer) -> None:
         # Unlike torch's, it may be called again before the next update(), which an abandoned step never
         # reaches.
         state = scaler._per_optimizer_states[id(optimizer)]
         # The scaler drops this state whenever any optimizer steps.
         if is_checked.get(optimizer) and state["found_inf_per_device"]:
             return
-        parts = [
-            local_tensor(parameter.grad)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        if any(part.dtype == torch.float16 for part in parts):
-            raise ValueError(
-                "Attempting to unscale FP16 gradients: pass a model with float32 parameters, which"
-                " precision='16-mixed' computes with in float16."
-            )
-        if optimizer not in is_checked:
-            scale = scaler.scale(torch.ones((), device=device))
-            for part in parts:
-                part.div_(scale.to(part.device))
-        values = [part.coalesce().values() if part.is_sparse else part for part in parts]
-        largest = get_total_norm([value for value in values if value.numel() > 0], torch.inf)
-        found = agree((~largest.isfinite()).float())
+        found = unscale(optimizer)
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
         is_checked[optimizer] = True
 
-    patches.set(scaler, "unscale_", unscale)
+    patches.set(scaler, "unscale_", unscale_once)
 
 
 def saved(node: Any, name: str) -> Any:

@@ -5,16 +5,16 @@ from collections.abc import Container, Iterator
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
-from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.internals.torch import persistent_buffers
 from lightning_automodel.sharding import apply, weight_averaging
 
 
 class SharedBuffers:
-    """The buffers in the state dict of ``module``, without those ``left_out``, over the ranks of ``group``.
+    """The persistent buffers of ``module``, without those ``left_out``, over the ranks of ``group``.
 
     Others are constants (masks, rotary frequencies) or caches, which may have other shapes on each rank.
     """
@@ -34,7 +34,7 @@ class SharedBuffers:
         self._starts_window = True
 
     def _list(self) -> list[str]:
-        return [name for name in _saved_buffers(self._module) if name not in self._left_out]
+        return [name for name in persistent_buffers(self._module) if name not in self._left_out]
 
     def start_forward(self, ends_window: bool) -> None:
         """Where a window begins, overwrite those of all ranks with the first rank's. Then a collective over the group.
@@ -79,15 +79,6 @@ class SharedBuffers:
         for index, average in enumerate(weight_averaging.averaged_models(self._module)):
             # Within a validation, the others are each rank's own: the callback holds what the module is
             # trained with.
-            for name, buffer in _saved_buffers(average.module).items():
+            for name, buffer in persistent_buffers(average.module).items():
                 if not isinstance(buffer, DTensor):
                     yield f"{name} (average {index})", buffer
-
-
-def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that the state dict of ``module`` holds, which leaves out the names of some wrappers."""
-    buffers = dict(module.named_buffers())
-    if not buffers:
-        return {}
-    saved = set(map(without_wrappers, module.state_dict(keep_vars=True)))
-    return {name: buffer for name, buffer in buffers.items() if without_wrappers(name) in saved}

@@ -12,11 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
-from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.units import has_fsdp_units
 
 _FREED = (
@@ -203,15 +201,14 @@ def check_embeddings(module: nn.Module) -> None:
         )
 
 
-def check_hooks(parameters: Mapping[str, nn.Parameter], counts_ahead: bool) -> None:
+def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
-    with plain_access():
-        check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
-        hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
+    check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
     early = [
         name
-        for name, parameter in hooked.items()
-        if not (counts_ahead and isinstance(parameter, DTensor) and num_expert_ranks(parameter) == 1)
+        for name, parameter in parameters.items()
+        if torch_internals.has_post_accumulate_hook(parameter)
+        and not getattr(parameter, "accepts_hooks", False)
     ]
     if early:
         raise ValueError(

@@ -53,12 +53,11 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.internals.torch import use_and_writes
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
-from lightning_automodel.sharding.gathered_tensor import shard_versions
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
+from lightning_automodel.sharding.whole_copies import versions
 
 _NUM_COMPARISONS = 4
 """How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
@@ -236,7 +235,7 @@ class FSDP2Window(PhasedEngine):
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
         self.reuse_retained()
         self.resume_step()
-        self._versions_at_start = shard_versions(self._shards)
+        self._versions_at_start = versions(self._shards)
 
     @override
     def resume_step(self) -> None:
@@ -296,8 +295,7 @@ class FSDP2Window(PhasedEngine):
     def _settle(self) -> None:
         """Let shards follow what was done to their copies. Not a collective."""
         for unit in self.units:
-            if unit.noted != list(map(use_and_writes, unit.copies)):
-                unit.settle()
+            unit.settle()
 
     def reuse_retained(self) -> None:
         """Show retained parameters again, unless the sharded ones were written since; free all others."""
@@ -340,7 +338,7 @@ class FSDP2Window(PhasedEngine):
                 if not unit.show_retained():
                     freed.add(unit)
         self._written = []
-        if freed or shard_versions(self._shards) != self._versions_at_start:
+        if freed or versions(self._shards) != self._versions_at_start:
             self._use_written_shards(retained, freed)
         window = backward.window
         if not window.trained <= self.tracked:

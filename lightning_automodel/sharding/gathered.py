@@ -25,10 +25,10 @@ from lightning_automodel.sharding.gathered_tensor import (
     check_is_gathered,
     make_gathered,
     make_plain,
-    shard_versions,
     text_of_refusal,
 )
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
+from lightning_automodel.sharding.whole_copies import versions
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
@@ -62,8 +62,6 @@ class GatheredUnit(fsdp2.Unit):
 
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
-        copies: Of its parameters, the tensors that all gathers write to.
-        noted: What was known of the copies when the shards last followed them.
         hook: Of its forwards.
     """
 
@@ -76,10 +74,7 @@ class GatheredUnit(fsdp2.Unit):
         for group in self.groups:
             fsdp2.make_unsharded(group)
         self._shards = [param.sharded_param for param in self.params]
-        self.copies: list[Any] = []
-        for param in self.params:
-            make_gathered(param.unsharded_param, param.sharded_param, engine)
-            self.copies.append(param.unsharded_param)
+        self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -89,7 +84,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def note_shards(self) -> None:
         """Note the versions of the shards, before a gather that FSDP2 may start ahead."""
-        self._gathered_versions = shard_versions(self._shards)
+        self._gathered_versions = versions(self._shards)
 
     @torch_internals.not_compiled
     def _before_forward(self, *_: Any) -> None:
@@ -104,16 +99,16 @@ class GatheredUnit(fsdp2.Unit):
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         if self.engine.phase is not Phase.BEFORE_BACKWARD:
-            self._forward_versions = shard_versions(self._shards)
+            self._forward_versions = versions(self._shards)
 
     @property
     def is_current(self) -> bool:
         """True while no shard was written since the unit was gathered; the same on all ranks."""
-        return self._gathered_versions == shard_versions(self._shards)
+        return not self._written_since(self._gathered_versions)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""
-        now_and_before = zip(self._shards, shard_versions(self._shards), before, strict=False)
+        now_and_before = zip(self._shards, versions(self._shards), before, strict=False)
         return [shard for shard, now, then in now_and_before if now != then]
 
     def check_current(self) -> None:
@@ -132,20 +127,19 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        self.noted = list(map(use_and_writes, self.copies))
+        self._noted = list(map(use_and_writes, self._copies))
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Let shards follow what was done to their copies. Not a collective.
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        noted = list(map(use_and_writes, self.copies))
-        if noted == self.noted:
+        noted = list(map(use_and_writes, self._copies))
+        if noted == self._noted:
             return
         written = self._written_since(self._gathered_versions)
         for number, param in enumerate(self.params):
-            trained, *writes_before = self.noted[number]
+            trained, *writes_before = self._noted[number]
             trains, *writes_now = noted[number]
             shard = param.sharded_param
             if trains != trained and shard.requires_grad == trained:
@@ -184,11 +178,12 @@ class GatheredUnit(fsdp2.Unit):
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
         self.hook.remove()
-        for gathered in self.copies:
+        for gathered in self._copies:
             make_plain(gathered)
-        self.copies.clear()
+        self._copies.clear()
 
 
+@torch.no_grad()
 def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     """Copy this rank's slice of a written copy into the shard. Not a collective.
 

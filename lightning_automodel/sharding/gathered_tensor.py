@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.torch import local_tensor, version
+from lightning_automodel.internals.dtensor import DATA, GRAD
+from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -98,14 +98,17 @@ class _GatheredPart(GatheredTensor, DTensor):
     """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
 
 
-def make_gathered(gathered: Any, shard: nn.Parameter, engine: Engine) -> None:
-    """Give what FSDP2 gathers of ``shard``, which stays the same object, its class, and what users have set on it."""
+def make_gathered(param: fsdp2.FSDPParam, engine: Engine) -> Any:
+    """Give what FSDP2 gathers of a shard, which stays the same object, its class, and what users have set on it."""
+    gathered = param.unsharded_param
+    shard = param.sharded_param
     of_users = vars(shard).keys() - vars(type(shard)).keys()
     vars(gathered).update({name: getattr(shard, name) for name in of_users})
     gathered.shard = shard
     gathered.engine = engine
     gathered.alias = DATA.__get__(gathered)
     gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
+    return gathered
 
 
 def make_plain(gathered: Any) -> None:
@@ -124,16 +127,6 @@ def text_of_refusal(shard: Any, gathered: Tensor) -> str:
         f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
         f" {IN_HOOKS}. Or pass data_parallel='ddp'."
     )
-
-
-def shard_versions(shards: list[Any]) -> list[int]:
-    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
-    with plain_access():
-        try:
-            return list(map(version, shards))
-        except RuntimeError:
-            # Asking each first whether it is one takes longer than all the rest.
-            return [0 if shard.is_inference() else version(shard) for shard in shards]
 
 
 def check_is_gathered(gathered: Any) -> None:

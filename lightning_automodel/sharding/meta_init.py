@@ -48,10 +48,10 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
     owners: dict[Tensor, nn.Module] = {}
     # `Module.to_empty` would also drop existing values, and untie shared tensors.
-    own: Any = {"recurse": False, "remove_duplicate": False}
     for module in _children_first(model):
-        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
-            if not tensor.is_meta:
+        held = {**torch_internals.parameters_of(module), **torch_internals.buffers_of(module)}
+        for name, tensor in held.items():
+            if tensor is None or not tensor.is_meta:
                 continue
             if tensor not in allocated:
                 on_host = offload and isinstance(tensor, DTensor)

@@ -4,7 +4,7 @@ Element by element nothing is communicated; sums and norms are added up over the
 raises :class:`NeedsWholes` if it cannot.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,19 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.gradients.token_loss import wide_dtype
-from lightning_automodel.internals.dtensor import alike, tree_map_only, with_part
+from lightning_automodel.internals.dtensor import alike, with_part
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import (
-    Arguments,
-    Function,
-    Keywords,
+    Call,
     View,
     add_up,
     count_writes,
     gather,
     is_recorded,
     own_part,
-    written,
 )
 
 
@@ -39,10 +36,10 @@ _layout_of = attrgetter("shape", "placements", "device_mesh")
 # --- Element by element ---------------------------------------------------------------------------------------------
 
 
-def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def elementwise(call: Call) -> Any:
     """Compute on this rank's parts, where all tensors fit to one layout."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    targets = written(function, args, kwargs)
+    tensors = [value for value in call.values if isinstance(value, Tensor)]
+    targets = call.written()
     like = next((tensor for tensor in targets or tensors if isinstance(tensor, DTensor)), None)
     if like is None:
         raise NeedsWholes
@@ -50,9 +47,7 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     own = part_like(like, like, is_followed)
     if targets and is_followed:
         own = own.clone()
-    result = _on_parts(
-        function, args, kwargs, lambda value: own if value is like else part_like(value, like, is_followed)
-    )
+    result = call.run(lambda value: own if value is like else part_like(value, like, is_followed))
     if result is own:  # written in place, or nothing to do, as for contiguous()
         if targets and is_followed:
             return Tensor.copy_(like, _as_shard(own, like))
@@ -68,28 +63,24 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return _as_shard(result, like)
 
 
-def cast(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.to(other)`` or ``x.type_as(p)``: of the other tensor the dtype and the device count, not the shape."""
-    others = tree_map_only(Tensor, lambda other: local_tensor(other).new_empty(()), (args[1:], kwargs))
-    return elementwise(function, (args[0], *others[0]), others[1])
+def cast(call: Call) -> Any:
+    """``p.to(other)`` or ``p.type_as(other)``, which keep its shape: ``x.to(p)`` has that of ``x``."""
+    if not isinstance(call.args[0], DTensor):
+        raise NeedsWholes
+    return elementwise(call)
 
 
-def foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def foreach(call: Call) -> Any:
     """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``): as the first list is sharded, so the others."""
-    models = [*args, *kwargs.values()][0]
-    result = _on_parts(function, args, kwargs, lambda value: _parts_like(value, models))
-    if written(function, args, kwargs):
+    models = call.values[0]
+    result = call.run(lambda value: _parts_like(value, models))
+    if call.written():
         count_writes([model for model in models if isinstance(model, DTensor)])
         return None if result is None else models
     return [
         _as_shard(part, like) if isinstance(like, DTensor) else part
         for part, like in zip(result, models, strict=True)
     ]
-
-
-def _on_parts(function: Function, args: Arguments, kwargs: Keywords, localize: Callable[[Any], Any]) -> Any:
-    """Call ``function`` with what ``localize`` makes of each argument."""
-    return function(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
 
 
 def part_like(value: Any, like: Any, is_followed: bool) -> Any:
@@ -110,9 +101,9 @@ def part_like(value: Any, like: Any, is_followed: bool) -> Any:
     if needs_gradient:
         raise NeedsWholes
     if isinstance(value, View):
-        value.source.refresh(torch.broadcast_to)
+        value.source.refresh("broadcast_to")
     if isinstance(value, DTensor):
-        value = gather(value, torch.broadcast_to)
+        value = gather(value, "broadcast_to")
     if value.ndim == 0:  # does not promote dtypes, and may lie on another device
         return value
     try:
@@ -145,39 +136,30 @@ def _as_shard(part: Tensor, like: DTensor) -> DTensor:
 # --- Sums and norms of all elements -----------------------------------------------------------------------------------
 
 
-def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.sum()``, of all elements."""
-    if kwargs or len(args) != 1:
-        raise NeedsWholes
-    _check_summable(args)
-    part = local_tensor(args[0])
-    own = part.sum(dtype=wide_dtype(part.device))
-    return add_up(own.reshape(1), args, function)[0].to(part.dtype)
-
-
-def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.norm()`` or ``torch.linalg.vector_norm(p)``: the root of the sum of all squares.
+def reduced(call: Call) -> Any:
+    """``p.sum()``, and the root of the sum of all squares: ``p.norm()`` or ``torch.linalg.vector_norm(p)``.
 
     Or ``torch._foreach_norm(tensors)``, as ``torch.nn.utils.clip_grad_norm_`` asks for them.
     """
     # torch passes on what its caller has left out.
-    given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
-    order = [*args[1:], *given.values()]
-    if not given.keys() <= {"p", "ord"} or order not in ([], [2], ["fro"]):
+    given = {name: value for name, value in call.kwargs.items() if value is not None and value is not False}
+    order = [*call.args[1:], *given.values()]
+    is_sum = call.name == "sum"
+    if order and (is_sum or not given.keys() <= {"p", "ord"} or order not in ([2], ["fro"])):
         raise NeedsWholes
-    is_list = not isinstance(args[0], Tensor)
-    tensors = args[0] if is_list else [args[0]]
-    _check_summable(tensors)
+    is_list = not isinstance(call.args[0], Tensor)
+    tensors = call.args[0] if is_list else [call.args[0]]
+    if any(
+        not tensor.is_floating_point() or is_recorded(tensor) or isinstance(tensor, View)
+        for tensor in tensors
+    ):
+        raise NeedsWholes
+    parts = list(map(local_tensor, tensors))
     dtype = wide_dtype(tensors[0].device)
-    squares = torch.stack(torch._foreach_norm(list(map(local_tensor, tensors)), dtype=dtype)).square()
-    norms = add_up(squares, tensors, function).sqrt().to(tensors[0].dtype)
-    return list(norms.unbind()) if is_list else norms[0]
-
-
-def _check_summable(tensors: Any) -> None:
-    """Raise NeedsWholes unless numbers of these tensors can be added up in one list, and nobody follows them."""
-    is_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-    if not is_alike or not tensors[0].is_floating_point():
-        raise NeedsWholes
-    if any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors):
-        raise NeedsWholes
+    if is_sum:
+        sums = add_up(parts[0].sum(dtype=dtype).reshape(1), tensors, call.name)
+    else:
+        squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square()
+        sums = add_up(squares, tensors, call.name).sqrt()
+    numbers = [number.to(tensor.dtype) for number, tensor in zip(sums, tensors, strict=True)]
+    return numbers if is_list else numbers[0]

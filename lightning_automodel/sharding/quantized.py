@@ -43,11 +43,10 @@ def has_parts(tensor: Tensor) -> bool:
 
 def check_replicable(parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether some parameters hold inner tensors. Raises ValueError if DDP would have to put one into a bucket."""
-    quantised = {name: p for name, p in parameters.items() if has_parts(p)}
-    for name, parameter in quantised.items():
-        if parameter.requires_grad:
+    for name, parameter in parameters.items():
+        if has_parts(parameter) and parameter.requires_grad:
             raise ValueError(
                 f"{name} is to be trained and is a {type(parameter).__name__}, which DDP cannot hold: pass"
                 " data_parallel='fsdp2' (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
             )
-    return bool(quantised)
+    return any(map(has_parts, parameters.values()))

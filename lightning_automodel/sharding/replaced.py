@@ -53,7 +53,7 @@ class ModuleParameters:
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
         plain = {path: own for path, own in parameters.items() if type(own) is nn.Parameter}
         self._before = WeakValueDictionary(plain)
-        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}  # by what they have replaced
         self._places: list[tuple[str, dict[str, nn.Parameter | None], nn.Parameter]] = []
 
     def note_distributed(self) -> None:
@@ -61,34 +61,30 @@ class ModuleParameters:
 
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
-        path_of: dict[nn.Parameter, str] = {}
         for prefix, owner in self._module.named_modules():
             held = torch_internals.parameters_of(owner)
             for name, parameter in held.items():
                 if parameter is not None:
-                    path = f"{prefix}.{name}".lstrip(".")
-                    self._places.append((path, held, parameter))
-                    path_of.setdefault(parameter, path)
-        self.named = {path: parameter for parameter, path in path_of.items()}
-        self._known = set(map(id, path_of))
+                    self._places.append((f"{prefix}.{name}".lstrip("."), held, parameter))
+        self.named = dict(self._module.named_parameters())
+        self._known = set(map(id, self.named.values()))
         for path, shard in self.named.items():
             old = self._before.get(path)
             if old is None or old is shard:
                 continue
-            self._replaced.append((old, shard))
             old.data = old.new_empty(0)
             replaced: Any = old
             replaced.parameter_name = path
-            replaced.__class__ = Replaced
+            replaced.__class__ = Replaced  # which has a hash of its own
+            self._shards[replaced] = shard
         self._before.clear()
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
         if optimizer.state:
             return
-        shards = {id(old): shard for old, shard in self._replaced}
         for group in optimizer.param_groups:
-            group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self._shards.get(parameter, parameter) for parameter in group["params"]]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError, at set-up or before a step, if a parameter of ``optimizer`` is none of the module's."""

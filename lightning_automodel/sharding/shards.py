@@ -13,8 +13,7 @@ Random numbers are drawn for the whole tensor, as one process draws them. Ranks 
 and have drawn alike since, then hold parts of one tensor.
 """
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
@@ -34,15 +34,7 @@ from lightning_automodel.internals.dtensor import (
 from lightning_automodel.internals.torch import local_tensor, without_wrappers
 from lightning_automodel.sharding import gathered_tensor, parts
 from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_like
-from lightning_automodel.sharding.whole_copies import (
-    AUGMENTED,
-    Arguments,
-    Function,
-    Keywords,
-    count_writes,
-    gather,
-    on_wholes,
-)
+from lightning_automodel.sharding.whole_copies import AUGMENTED, Call, count_writes, gather, on_wholes
 
 SAVE_WHOLE = (
     "gather it on all ranks, and let one of them write it:"
@@ -72,18 +64,16 @@ class Shard(DTensor):
     whole_norm: Tensor | None = None
 
     @classmethod
-    def __torch_function__(
-        cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and any(hasattr(other, "refuses_use") for other in types):
             return NotImplemented  # what a shard has replaced raises itself
-        keywords = kwargs or {}
+        call = Call(function, args, kwargs or {})
         with plain_access():
             try:
-                return _rule_of(function.__name__)(function, args, keywords)
+                return _RULES.get(call.name, on_wholes)(call)
             except NeedsWholes:
                 pass
-            return on_wholes(function, args, keywords)
+            return on_wholes(call)
 
     # Read so often, by optimizers, that it does not take the way of other attributes.
     @property
@@ -160,53 +150,51 @@ def shard_parameters(
             shard = make_shard(param.sharded_param)
             shard.parameter_name = names.get(id(shard), "a parameter")
             shard.fsdp_param = param
-            shard.accepts_hooks = accept_hooks
+            shard.accepts_hooks = accept_hooks and num_expert_ranks(shard) == 1
 
 
 # --- What a tensor says of itself -----------------------------------------------------------------------------------
 
 
-def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    return function(*args, **kwargs)
-
-
-def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _attribute(call: Call) -> Any:
     """Whole tensors show ``p.T``; and a plain tensor's ``data`` or ``grad`` becomes a whole one."""
-    if function.__self__.__name__ in _VIEWING_ATTRIBUTES or not isinstance(args[0], Shard):
+    descriptor: Any = call.function
+    if descriptor.__self__.__name__ in _VIEWING_ATTRIBUTES or not isinstance(call.args[0], Shard):
         raise NeedsWholes
-    return function(*args)
+    return call.run()
 
 
-def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _alias(call: Call) -> Any:
     """What returns the same memory, and shares its version counter."""
-    alias = make_shard(function(*args, **kwargs))
-    alias.parameter_name = args[0].parameter_name
+    alias = make_shard(call.run())
+    alias.parameter_name = call.args[0].parameter_name
     return alias
 
 
-def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _new(call: Call) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
-    return function(local_tensor(args[0]), *args[1:], **kwargs)
+    return call.run(local_tensor)
 
 
-def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _numpy(call: Call) -> Any:
     """An array of the whole tensor, which cannot be written: nothing would carry that into the shards."""
-    array = on_wholes(function, args, kwargs)
+    array = on_wholes(call)
     array.flags.writeable = False
     return array
 
 
-def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _equal(call: Call) -> Any:
     """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters."""
-    return args[0].shape == args[1].shape and on_wholes(function, args, kwargs)
+    one, other = call.args
+    return one.shape == other.shape and on_wholes(call)
 
 
-def _refuse(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _refuse(call: Call) -> Any:
     """What torch.save and safetensors write, and what transformers take to be shared if addresses are equal."""
-    if function.__name__ == "data_ptr" and isinstance(args[0], nn.Parameter):
-        return function(*args)  # 0: nn.LSTM asks its parameters, and what is saved are aliases of these
+    if call.name == "data_ptr" and isinstance(call.args[0], nn.Parameter):
+        return call.run()  # 0: nn.LSTM asks its parameters, and what is saved are aliases of these
     raise RuntimeError(
-        f"{args[0].parameter_name} is sharded: what {function.__name__} gives to whoever saves it, or passes it"
+        f"{call.args[0].parameter_name} is sharded: what {call.name} gives to whoever saves it, or passes it"
         f" to another process, is the part of this rank alone. Save it whole: {SAVE_WHOLE}"
     )
 
@@ -214,19 +202,19 @@ def _refuse(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 # --- Hooks, and gradients with respect to shards, for which a forward uses gathered copies ---------------------------
 
 
-def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _hook(call: Call) -> Any:
     """Hooks on parameters: FSDP2 writes gradients itself, and calls at most hooks for accumulated ones."""
-    shard = args[0]
-    is_called = shard.accepts_hooks and function.__name__ == "register_post_accumulate_grad_hook"
+    shard = call.args[0]
+    is_called = shard.accepts_hooks and call.name == "register_post_accumulate_grad_hook"
     if shard.is_leaf and shard.requires_grad and not is_called:
         raise RuntimeError(
-            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the"
+            f"{call.name} on {shard.parameter_name}, which is sharded: FSDP2 would not call the"
             " hook, or would call it before the gradient is divided by the label tokens of its window."
             " Change or read gradients in on_before_optimizer_step, where they are final. For hooks that"
             " step inside of the backward use register_post_accumulate_grad_hook with"
-            " count_window_ahead=True."
+            " count_window_ahead=True, on parameters that are no spread experts."
         )
-    return function(*args, **kwargs)
+    return call.run()
 
 
 def _gathered(inputs: Sequence[Any]) -> list[Any]:
@@ -239,21 +227,21 @@ def _gathered(inputs: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _grad(call: Call) -> Any:
     """``torch.autograd.grad`` by shards, and by the gathered copies that the graph has in their place.
 
     What a rank's loss computes of both is added up: a collective, as penalties on shards are.
     """
-    outputs, inputs = args
+    outputs, inputs = call.args
     copies = _gathered(inputs)
-    found = function(outputs, [*inputs, *copies], **{**kwargs, "allow_unused": True})
-    may_be_unused = kwargs["allow_unused"] or kwargs["materialize_grads"]
+    found = call.function(outputs, [*inputs, *copies], **{**call.kwargs, "allow_unused": True})
+    may_be_unused = call.kwargs["allow_unused"] or call.kwargs["materialize_grads"]
     gradients: list[Any] = []
     for tensor, copied, gradient, of_copy in zip(inputs, copies, found, found[len(inputs) :], strict=False):
         if gradient is None:
             gradient = of_copy
         elif of_copy is not None and copied is not tensor:
-            gradient = gather(gradient, function) + of_copy
+            gradient = gather(gradient, call.name) + of_copy
         if gradient is None and not may_be_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set"
@@ -263,14 +251,14 @@ def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return tuple(gradients)
 
 
-def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+def _backward(call: Call) -> Any:
     """``backward(inputs=shards)``, also by the gathered copies that the graph has in their place."""
-    inputs = kwargs["inputs"]
+    inputs = call.kwargs["inputs"]
     if isinstance(inputs, Tensor):
         inputs = [inputs]
     if inputs is not None:
         inputs = list({*inputs, *_gathered(inputs)})
-    return function(*args, **{**kwargs, "inputs": inputs})
+    return call.function(*call.args, **{**call.kwargs, "inputs": inputs})
 
 
 # --- Which rule a function follows ----------------------------------------------------------------------------------
@@ -303,11 +291,21 @@ _ELEMENTWISE = """
     __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
 """.split()  # noqa: SIM905 (a table of names)
 
-_NAMES: dict[Function, Sequence[str]] = {
-    _metadata: _METADATA,
-    elementwise: (*_ELEMENTWISE, *AUGMENTED),
+_FOREACH = [f"_foreach_{name}" for name in _ELEMENTWISE]
+
+
+def _in_place(names: Sequence[str]) -> list[str]:
+    return [f"{name}_" for name in names]
+
+
+_NAMES: dict[Callable[[Call], Any], Sequence[str]] = {
+    elementwise: (*_ELEMENTWISE, *_in_place(_ELEMENTWISE), *AUGMENTED),
+    parts.foreach: (
+        *(*_FOREACH, *_in_place(_FOREACH)),
+        *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    ),
     parts.cast: ("to", "type_as"),
-    parts.foreach: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    Call.run: _METADATA,
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
@@ -316,23 +314,8 @@ _NAMES: dict[Function, Sequence[str]] = {
     _hook: ("register_hook", "register_post_accumulate_grad_hook"),
     _grad: ("grad",),
     _backward: ("backward",),
-    parts.total: ("sum",),
+    parts.reduced: ("sum", "norm", "linalg_vector_norm", "_foreach_norm"),
     _equal: ("equal",),
-    parts.norm: ("norm", "linalg_vector_norm", "_foreach_norm"),
 }
-"""The names of functions of torch that follow a rule, ``mul_`` as ``mul``."""
-
 _RULES = {name: rule for rule, names in _NAMES.items() for name in names}
-
-
-@functools.cache
-def _rule_of(name: str) -> Function:
-    """How shards take part in a function of torch of this name. Each that no table has takes whole tensors."""
-    is_elementwise = _RULES.get(name.removeprefix("_foreach_").rstrip("_")) is elementwise
-    if name in _RULES:
-        return _RULES[name]
-    if is_elementwise and name.startswith("_foreach_"):
-        return parts.foreach
-    if is_elementwise and name.endswith("_") and not name.startswith("_"):
-        return elementwise
-    return on_wholes
+"""How shards take part in a function of torch of this name. Any other is computed on whole tensors."""

@@ -1,8 +1,8 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook. A module that will be sharded or converted to float64, or has no
-values yet, is not what they would average, and FSDP2 refuses to copy a sharded one. For such a module their hook runs
-later, and gets a copy that is sharded like it. Each rank averages its own shards, without communication.
+They deep-copy the module in their ``setup`` hook. A module that will be moved, sharded or converted to float64, or has
+no values yet, is not what they would average, and FSDP2 refuses to copy a sharded one. So their hook runs later, and
+gets a copy that is sharded like it. Each rank averages its own shards, without communication.
 """
 
 from collections.abc import Callable
@@ -11,45 +11,32 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import copy_tensors, without_wrappers
-from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.units import class_name, is_sharded
 
 
-def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
-    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
-
-    It will be sharded, or some of its tensors have no values yet, or it will be converted to float64: validations,
-    which swap average and weights, would round these. Else they run at their time.
-    """
-    is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
+def delay_setup(module: pl.LightningModule, patches: PatchStack) -> None:
+    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, when ``module`` is what is trained."""
     for callback in _averaging(module):
-        if shards or is_converted or meta_init.names_without_values(module):
-            patches.set(callback, "setup", lambda *_, **__: None)
+        patches.set(callback, "setup", lambda *_, **__: None)
 
 
 def set_up(module: pl.LightningModule) -> None:
-    """Run the hooks that were delayed, if any, now that ``module`` is what will be trained. Not a collective."""
-    stage = module.trainer.state.fn
-    delayed = [callback for callback in _averaging(module) if "setup" in vars(callback)]
-    if not delayed:
-        return
-    assert stage is not None
+    """Run the hooks that were delayed, now that ``module`` is what will be trained. Not a collective."""
+    stage: Any = module.trainer.state.fn
     with PatchStack() as while_copying:
         if is_sharded(module):
             # Only within these calls: other callbacks that copy the module want it whole.
             while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
-        if is_overridden("configure_model", module):
-            # WeightAveraging calls it, to have layers to copy.
-            while_copying.set(module, "configure_model", lambda: None)
-        for callback in delayed:
-            type(callback).setup(callback, module.trainer, module, stage)
+        # WeightAveraging would call the user's, to have layers to copy.
+        while_copying.set(module, "configure_model", partial(pl.LightningModule.configure_model, module))
+        for callback in _averaging(module):
+            if "setup" in vars(callback):  # else it was added since, and has run its own
+                type(callback).setup(callback, module.trainer, module, stage)
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
@@ -59,28 +46,27 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def save(callback: Callback, *args: Any) -> None:
+    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        swapped.symmetric_difference_update([callback])
+
+    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
         checkpoint = args[-1]
         if callback in swapped and "current_model_state" in checkpoint:
             average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    following: dict[str, Callable[..., None]] = {
-        "on_validation_epoch_start": lambda callback, *_: swapped.add(callback),
-        "on_validation_epoch_end": lambda callback, *_: swapped.discard(callback),
+    following = {
+        "on_validation_epoch_start": swap,
+        "on_validation_epoch_end": swap,
         "on_save_checkpoint": save,
     }
-
-    def call_both(callback: Callback, hook: Callable[..., None], name: str, *args: Any) -> None:
-        hook(*args)
-        following[name](callback, *args)
-
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name in following:
-                hook = getattr(callback, name)
-                patches.set(callback, name, partial(call_both, callback, hook, name))
+            for name, follow in following.items():
+                patches.set(callback, name, partial(follow, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
 

@@ -4,10 +4,10 @@ Views of such a copy (``p.grad[2:4]``) keep it, so that writes to them go into t
 """
 
 import copy
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,10 +27,6 @@ from lightning_automodel.internals.dtensor import (
 )
 from lightning_automodel.internals.torch import local_tensor, version
 
-Function = Callable[..., Any]
-Arguments = Sequence[Any]
-Keywords = dict[str, Any]
-
 AUGMENTED = """
     __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
 """.split()  # noqa: SIM905 (a table of names)
@@ -38,6 +34,49 @@ AUGMENTED = """
 
 
 _UNNAMED = "a tensor"
+
+_FOLLOWED = (
+    "in place to a sharded tensor that autograd follows: write parameters under torch.no_grad(), and call functions"
+    " without the underscore on what is computed from them."
+)
+
+
+class Call(NamedTuple):
+    """A call of a function of torch in which sharded tensors take part."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        name: str = self.function.__name__
+        return name
+
+    @property
+    def values(self) -> list[Any]:
+        """All arguments."""
+        return [*self.args, *self.kwargs.values()]
+
+    def run(self, change: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Call the function, with what ``change`` makes of each argument."""
+        changed = {key: change(value) for key, value in self.kwargs.items()}
+        return self.function(*map(change, self.args), **changed)
+
+    def written(self) -> Sequence[Any]:
+        """The tensors that it writes to."""
+        target = self.kwargs.get("out")
+        is_in_place = self.name.endswith("_") and not self.name.endswith("__")
+        if is_in_place or self.name in (*AUGMENTED, "__setitem__") or self.kwargs.get("inplace"):
+            target = self.values[0]
+        if target is None:
+            return ()
+        if isinstance(target, Tensor):
+            return (target,)
+        return target
+
+
 # --- Communication --------------------------------------------------------------------------------------------------
 
 
@@ -51,7 +90,7 @@ def is_recorded(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Tensor:
+def add_up(values: Tensor, tensors: Sequence[Tensor], function: str) -> Tensor:
     """[n] numbers of this rank's parts of n tensors, each added up over the ranks that hold the other parts.
 
     A collective on the meshes of the tensors, one for each group that some of them are sharded over.
@@ -62,14 +101,14 @@ def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Ten
             sharded[group].append(index)
     for group, indices in sharded.items():
         first: Any = tensors[indices[0]]
-        with collectives.gathering(name_of(first), function.__name__):
+        with collectives.gathering(name_of(first), function):
             total = values[indices].to(first.device_mesh.device_type)  # of an offloaded tensor
             dist.all_reduce(total, group=group)
             values[indices] = total.to(values.device)
     return values
 
 
-def gather(shard: DTensor, function: Function) -> Tensor:
+def gather(shard: DTensor, function: str) -> Tensor:
     """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
 
     ``function`` is what it is gathered for: if some rank does not come, messages name it.
@@ -78,7 +117,7 @@ def gather(shard: DTensor, function: Function) -> Tensor:
         # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is
         # alone waits.
         add_up(torch.zeros(1), [shard], function)
-    with collectives.gathering(name_of(shard), function.__name__):
+    with collectives.gathering(name_of(shard), function):
         if is_recorded(shard):
             return shard.full_tensor().clone()  # autograd lets nobody write to what is itself a view
         # Tensors of inference mode would not tell of writes.
@@ -103,6 +142,16 @@ def write_part(into: Tensor, whole: Tensor) -> None:
     count_writes([into])
 
 
+def versions(shards: list[Any]) -> list[int]:
+    """How often each of ``shards`` was written, as autograd counts it; 0 for those of inference mode."""
+    with plain_access():
+        try:
+            return list(map(version, shards))
+        except RuntimeError:
+            # Asking each first whether it is one takes longer than all the rest.
+            return [0 if shard.is_inference() else version(shard) for shard in shards]
+
+
 def count_writes(shards: list[Any]) -> None:
     """Raise the version counters of shards whose parts were written."""
     torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
@@ -121,44 +170,48 @@ class GatheredCopy:
         whole: A plain tensor, equal on all ranks.
     """
 
-    def __init__(self, shard: DTensor, function: Function) -> None:
+    def __init__(self, shard: DTensor, function: str) -> None:
         self.shard = shard
         self.whole = gather(shard, function)
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._shard_version = self._count_writes_of_shard()
+        self._shard_version = versions([self.shard])
         self._whole_version = version(self.whole)
 
-    def _count_writes_of_shard(self) -> int:
-        return 0 if self.shard.is_inference() else version(self.shard)
-
     @torch.no_grad()
-    def gather_again(self, function: Function) -> None:
+    def gather_again(self, function: str) -> None:
         """Show the shard as it is now. A collective on its mesh."""
         self.whole.copy_(gather(self.shard, function))
         self._note_versions()
 
-    def refresh(self, function: Function) -> None:
+    def refresh(self, function: str) -> None:
         """Gather again if the shard was written since, for a view that is used again. Then a collective.
 
         A view that one rank alone has kept may thus wait for the others, which are told what for.
         """
-        if self._count_writes_of_shard() != self._shard_version:
+        if versions([self.shard]) != self._shard_version:
             self.gather_again(function)
 
-    def carry(self, function: Function) -> bool:
-        """Write into the shard what ``function`` has changed the whole tensor to, if it has. Not a collective."""
+    def carry(self, function: str, is_followed: bool) -> None:
+        """Write into the shard what ``function`` has changed the whole tensor to, if it has. Not a collective.
+
+        ``is_followed``: whether autograd follows something that it has computed with, and would leave this out.
+        """
         if version(self.whole) == self._whole_version:
-            return False
+            return
         if self.whole.shape != self.shard.shape:
             raise RuntimeError(
-                f"{function.__name__} changes the shape of {name_of(self.shard)}, which is sharded,"
-                " in place. Call the function without the underscore, which gives a new tensor."
+                f"{function} changes the shape of {name_of(self.shard)}, which is sharded, in place. Call the"
+                " function without the underscore, which gives a new tensor."
             )
+        if is_followed and is_recorded(self.shard):
+            raise RuntimeError(f"{function} writes {_FOLLOWED}")
         write_part(self.shard, self.whole)
         self._note_versions()
-        return True
+        # Nobody differentiates a gradient, which has a name.
+        if is_followed and name_of(self.shard) == _UNNAMED:
+            _refuse_derivatives(self.shard)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the whole one."""
@@ -172,7 +225,7 @@ _copies: WeakValueDictionary[int, GatheredCopy] = WeakValueDictionary()
 """Copies that views share, by the id of the shard, which its copy keeps alive."""
 
 
-def _copy_of(shard: DTensor, function: Function) -> GatheredCopy:
+def _copy_of(shard: DTensor, function: str) -> GatheredCopy:
     """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh."""
     if is_recorded(shard):  # by autograd, so that it is nobody else's
         return GatheredCopy(shard, function)
@@ -193,11 +246,9 @@ class View(Tensor):
     data: Any = property(lambda view: view.detach())  # which shares the version counter
 
     @classmethod
-    def __torch_function__(
-        cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with plain_access():
-            return on_wholes(function, args, kwargs or {})
+            return on_wholes(Call(function, args, kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
@@ -210,35 +261,11 @@ class View(Tensor):
 break_graphs_at(View)
 
 
-# --- Computing ------------------------------------------------------------------------------------------------------
-
-
-def written(function: Function, args: Arguments, kwargs: Keywords) -> Sequence[Any]:
-    """The tensors that a function writes to."""
-    target = kwargs.get("out")
-    if _writes(function.__name__) or kwargs.get("inplace"):
-        target = [*args, *kwargs.values()][0]
-    if target is None:
-        return ()
-    if isinstance(target, Tensor):
-        return (target,)
-    return target
-
-
-@functools.cache
-def _writes(name: str) -> bool:
-    return name in (*AUGMENTED, "__setitem__") or (name.endswith("_") and not name.endswith("__"))
-
-
 def _refuse_derivatives(shard: Tensor) -> None:
     """Let a backward raise that reaches what was written to ``shard``: it would leave out what autograd follows."""
 
     def refuse(_: Tensor) -> None:
-        raise RuntimeError(
-            "A backward reaches what was written in place to a sharded tensor that autograd follows: write"
-            " parameters under torch.no_grad(), and call functions without the underscore on what is computed"
-            " from them."
-        )
+        raise RuntimeError(f"A backward reaches what was written {_FOLLOWED}")
 
     if shard.is_floating_point():
         zero = torch.zeros((), dtype=shard.dtype, device=shard.device, requires_grad=True)
@@ -246,25 +273,26 @@ def _refuse_derivatives(shard: Tensor) -> None:
         shard.add_(zero)
 
 
-def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+# --- Computing ------------------------------------------------------------------------------------------------------
+
+
+def on_wholes(call: Call) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
-    targets = [target for target in written(function, args, kwargs) if isinstance(target, DTensor | View)]
-    # Functions of torch.nn.init do it themselves under no_grad.
-    if any(map(is_recorded, targets)) and getattr(function, "__module__", None) != nn.init.__name__:
-        raise RuntimeError(
-            f"{function.__name__} writes in place to a sharded tensor that autograd follows: write parameters"
-            " under torch.no_grad(), and call functions without the underscore on what is computed from them."
-        )
-    follows = bool(targets) and tree_any_only(Tensor, is_recorded, (args, kwargs))
+    is_written = any(isinstance(target, DTensor | View) for target in call.written())
+    # Functions of torch.nn.init write under no_grad themselves.
+    writes_without_gradient = getattr(call.function, "__module__", None) == nn.init.__name__
+    is_followed = not writes_without_gradient and tree_any_only(
+        Tensor, is_recorded, (call.args, call.kwargs)
+    )
     copies: dict[int, GatheredCopy] = {}  # by the ids of arguments
 
     def whole_of(value: Any) -> Any:
         if isinstance(value, View):
-            value.source.refresh(function)
+            value.source.refresh(call.name)
             copies[id(value)] = value.source
         elif isinstance(value, DTensor):
             if id(value) not in copies:
-                copies[id(value)] = _copy_of(value, function)
+                copies[id(value)] = _copy_of(value, call.name)
             return copies[id(value)].whole
         return value
 
@@ -280,11 +308,8 @@ def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
                 return view
         return result
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not targets):
-        result = function(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_written):
+        result = call.run(partial(tree_map, whole_of))
     for gathered in copies.values():
-        is_written = gathered.carry(function)
-        # Nobody differentiates a gradient, which has a name.
-        if is_written and follows and name_of(gathered.shard) == _UNNAMED:
-            _refuse_derivatives(gathered.shard)
+        gathered.carry(call.name, is_followed)
     return tree_map(shard_or_view, result)

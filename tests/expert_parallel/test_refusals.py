@@ -74,9 +74,7 @@ REFUSED = {
         " are 1, 2, 4",
         expert_parallel_size=3,
     ),
-    "hooks": refused(
-        "which would see their gradients before they are final", HookedModule, count_window_ahead=True
-    ),
+    "hooks": refused("on parameters that are no spread experts", HookedModule, count_window_ahead=True),
     # FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies.
     "plain backward": refused("call self.manual_backward", PlainBackward),
     "unmanaged": refused(

@@ -228,7 +228,7 @@ def test_what_nobody_initialises_is_named() -> None:
             check_initialized(model, CPU)
         assert str(raised.value) == (
             "3 parameters or buffers of Sequential were created on the meta device and never initialized:"
-            " 1.scale, 1.mask, 2.0.0. Give the classes of their modules a reset_parameters() that fills them, as"
+            " 1.scale, 2.0.0, 1.mask. Give the classes of their modules a reset_parameters() that fills them, as"
             " torch's layers have, load a checkpoint that holds them, or create them on a real device."
         )
 

@@ -264,7 +264,7 @@ def test_casting_around_a_module() -> None:
 
 def _scaling(in_float16: bool) -> LossScaling:
     alone: Any = SimpleNamespace(sizes=MeshSizes(1, 1))
-    return LossScaling(None, in_float16, alone, torch.device("cpu"), False, PatchStack())
+    return LossScaling(None, in_float16, alone, torch.device("cpu"), PatchStack())
 
 
 def test_range_of_sums() -> None:
