@@ -71,15 +71,12 @@ def _report_on_units(
     module: pl.LightningModule, sharded: list[Any], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
     """What is said of the ``sharded`` FSDP2 units, whoever has made them, and of parameters that stay whole."""
+    names = dict(zip(sharded, units.described(module, sharded), strict=True))
     roots = units.fsdp_roots(module)
-    described: dict[str, list[str]] = {"roots": [], "units": [], "head": []}
-    for unit, name in zip(sharded, units.described(module, sharded), strict=True):
-        if unit in roots:
-            kind = "roots"
-        elif units.is_head(unit):
-            kind = "head"
-        else:
-            kind = "units"
-        described[kind].append(name)
-    replicated = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-    return {**described, "replicated": replicated}
+    heads = list(filter(units.is_head, sharded))
+    return {
+        "roots": [names[unit] for unit in roots],
+        "units": [name for unit, name in names.items() if unit not in roots and unit not in heads],
+        "head": [names[unit] for unit in heads],
+        "replicated": [name for name, p in parameters.items() if not isinstance(p, DTensor)],
+    }
