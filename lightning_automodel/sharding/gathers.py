@@ -41,12 +41,12 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
         below = [unit for unit in units if unit is not root]
         forward = [root, *below]
         backward = [root, *reversed(below)]
-        for index, unit in enumerate(forward):
-            unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + num_ahead])
-        for index, unit in enumerate(backward):
+        for index in range(len(units)):
+            following = slice(index + 1, index + 1 + num_ahead)
+            forward[index].set_modules_to_forward_prefetch(forward[following])
             # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
-            num_following = num_ahead if num_ahead > 1 else 0
-            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + num_following])
+            behind = backward[following] if num_ahead > 1 else []
+            backward[index].set_modules_to_backward_prefetch(behind)
 
 
 class UnitCollectives:
