@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.gradients.window_records import BackwardPass
@@ -52,6 +53,7 @@ class Engine:
     ===========================  ==============================================  ================  =====================
 
     Attributes:
+        group: The ranks that gradients are averaged over; None for one rank.
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         reached: The parameters that have got gradients since the state was entered, of those that are tracked.
         tracked: The parameters for which :attr:`reached` is noted.
@@ -70,7 +72,8 @@ class Engine:
     first_peer = 0
     model: nn.Module
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.backward: BackwardPass | None = None
         self._refusal: str | None = None  # why a plain backward is refused
         self.reached = Reached()
@@ -117,11 +120,9 @@ class Engine:
             return
         if self._refusal is not None or not self.ends_window:
             raise RuntimeError(self._refusal or PLAIN_BACKWARD)
-        self._note_foreign()
+        if self.group is not None:  # FSDP2 averages the gradients of its shards in any backward
+            self.unsynchronised.update(leaf for leaf in self.reached if not hasattr(leaf, "shard"))
         self.reached.clear()
-
-    def _note_foreign(self) -> None:
-        """A backward that is not the strategy's has run, outside of a window."""
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:

@@ -263,6 +263,7 @@ class GradientWindows:
                 owned_elsewhere |= other.owned
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
         window.trained |= trainable
+        self.engine.track(window.trained)
         final: list[nn.Parameter] = []
         if ends and owned_elsewhere:
             final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
@@ -271,7 +272,8 @@ class GradientWindows:
         older = list(map(GRAD.__get__, self.parameters))
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in older]
-        backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
+        frozen = trained_before - trainable
+        backward = BackwardPass(window, ends, is_padding, final, owned_elsewhere, frozen, older)
         self.engine.backward = backward
         self._write_grads(self._kept)
         self._kept = self._nothing
@@ -324,11 +326,8 @@ class GradientWindows:
         self._kept = parts
         if not backward.ends:
             return
-        kept: set[nn.Parameter] = set()
-        if len(backward.final) < len(self.parameters):
-            kept = set(self.parameters).difference(backward.final)
         for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
-            if part is None or (kept and parameter in kept):
+            if part is None or parameter in backward.owned_elsewhere:
                 continue
             parts[index] = None
             if before is None:

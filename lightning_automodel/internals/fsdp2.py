@@ -145,19 +145,19 @@ def _is_unreduced(param: FSDPParam) -> bool:
     return leaf is not None and GRAD.__get__(leaf) is not None
 
 
-def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
-    """Reduce the deferred gradients of ``groups``, if any, by their current flags.
+def reduce_deferred_gradients(root: FSDPModule) -> None:
+    """Reduce the deferred gradients at or below ``root``, if any, by the current flags.
 
-    These are the groups at or below ``root``. A collective if there are any such gradients: the last
-    backward, in which FSDP2 reduces, did not pass through ``root``.
+    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
     """
+    state = root._get_fsdp_state()
     pending = []
-    for group in groups:
-        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
-            pending.append(group)
+    for below in state._state_ctx.all_states:
+        for group in below._fsdp_param_groups:
+            if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
+                pending.append(group)
     if not pending:
         return
-    state = root._get_fsdp_state()
     if not hasattr(state, "wait_for_gradient_reduction"):  # before torch 2.15
         state._root_post_backward_final_callback()
         return

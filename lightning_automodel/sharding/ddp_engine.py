@@ -55,8 +55,8 @@ class DDPEngine(Engine):
         fitting: bool,
         give_values: Callable[[], None],
     ) -> None:
-        super().__init__()
         self._mesh = placement.mesh
+        super().__init__(self._mesh.group if self._mesh.sizes.divisor > 1 else None)
         self._padding_hooks = ExitStack()
         kwargs = options.ddp_kwargs or {}
         give_values()
@@ -122,8 +122,6 @@ class DDPEngine(Engine):
                 " since DDP learns the graph from one backward for each training_step, which synchronises:"
                 " leave it out."
             )
-        if not backward.window.trained <= self.tracked:
-            self.track(backward.window.trained)
         self._padding_hooks.close()  # if an exception has left some
         for parameter in self.tracked if backward.is_padding else ():
             if parameter.requires_grad:
@@ -132,11 +130,6 @@ class DDPEngine(Engine):
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
             self._ddp.require_backward_grad_sync = False
-
-    @override
-    def _note_foreign(self) -> None:
-        if self._mesh.sizes.divisor > 1:
-            self.unsynchronised.update(self.reached)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
@@ -148,7 +141,7 @@ class DDPEngine(Engine):
         self._padding_hooks.close()
         reached = set(self.reached)
         if self.ends_window and not ddp.static_graph:
-            if len(reached) < len(self.reached) and self._mesh.sizes.divisor > 1:
+            if len(reached) < len(self.reached) and self.group is not None:
                 raise RuntimeError(_SEVERAL_BACKWARDS)
             try:
                 torch_internals.check_ddp_backward_is_complete(ddp)
@@ -157,12 +150,10 @@ class DDPEngine(Engine):
         if not backward.ends:
             return reached
         trained = backward.window.trained
-        unfrozen: list[nn.Parameter] = []
-        if not trained <= self._trainable_at_setup:
-            late = trained - self._trainable_at_setup
-            unfrozen = [parameter for parameter in backward.final if parameter in late]
-        if unfrozen and self._mesh.sizes.divisor > 1:
-            rescale_clip.average_gradients_(unfrozen, self._mesh.group)
+        late = trained - self._trainable_at_setup
+        unfrozen = [parameter for parameter in backward.final if parameter in late]
+        if self.group is not None:
+            rescale_clip.average_gradients_(unfrozen, self.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         backward.zero_filled = unfrozen
         if ddp.find_unused_parameters:

@@ -13,6 +13,7 @@ from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.gathers import UnitCollectives, set_prefetch
+from lightning_automodel.sharding.phases import Phase
 
 
 class FSDP2Engine(FSDP2Window):
@@ -65,7 +66,7 @@ class FSDP2Engine(FSDP2Window):
     @override
     @contextmanager
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
-        with self.evaluating(), self._collectives.step(find_leader()):
+        with self.apart(Phase.EVALUATION), self._collectives.step(find_leader()):
             yield
 
     @override
@@ -78,7 +79,7 @@ class FSDP2Engine(FSDP2Window):
                 " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
                 " DistributedSampler with drop_last=True."
             )
-        with self.evaluating():
+        with self.apart(Phase.EVALUATION):
             self._collectives.join(leader)
 
     @override

@@ -1,6 +1,6 @@
 """FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered.
 
-A window is in one :class:`Phase`, and FSDP2 in one state of its :class:`Reductions`:
+A window is in one :class:`Phase`, and FSDP2 reduces gradients in one way:
 
 ========================  ==================  =========================  =======================================
 what comes                phase after it      reductions after it        parameters that are gathered
@@ -9,15 +9,13 @@ what comes                phase after it      reductions after it        paramet
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
 :meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
-:meth:`begin`             STEP                ALL at the window's end,   shown again, or gathered anew
+:meth:`begin`             STEP                all at the window's end,   shown again, or gathered anew
                                               else as ``defer`` says
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
                                               end, else NONE
 :meth:`end_step`          HOOKS               as before                  freed
-:meth:`evaluating`        EVALUATION, then    as before; after an error  freed before it, and after it
-                          HOOKS               BY_FSDP2
-:meth:`replaying`         STEP, then HOOKS    as before; after an error  freed before it, and after it
-                                              BY_FSDP2
+:meth:`apart`             EVALUATION or       as before; after an error  freed before it, and after it
+                          REPLAY, then HOOKS  BY_FSDP2
 :meth:`reuse_retained`    as before           as before                  shown again, if retained and current
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
@@ -38,9 +36,8 @@ memory of the unsharded ones is retained: others find an ordinary sharded module
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,6 +54,7 @@ from lightning_automodel.internals.torch import use_and_writes
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
 from lightning_automodel.sharding.gathered_tensor import shard_versions
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
+from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
@@ -86,19 +84,11 @@ GRADIENTS_OF_EXPERTS = (
 """Why a backward that is not the strategy's must not reach spread experts."""
 
 
-class Reductions(Enum):
-    """What FSDP2 does with the gradients of a backward."""
+BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=False)
+"""While no window is open, FSDP2 averages the gradients of every backward."""
 
-    BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=False)
-    """While no window is open, FSDP2 averages the gradients of every backward."""
-    NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
-    """While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
-    WITHIN_REPLICAS = fsdp2.Reductions(
-        reduce_grads=True, all_reduce_grads=False, reduce_scatter_unused_params=True
-    )
-    """``defer_fsdp_grad_sync="all_reduce"``, in each backward of the strategy but a window's last one."""
-    ALL = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=True)
-    """In a window's last backward, and in each one with ``defer_fsdp_grad_sync=False``."""
+NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
+"""While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
 
 
 class FSDP2Window(PhasedEngine):
@@ -128,23 +118,18 @@ class FSDP2Window(PhasedEngine):
         group: dist.ProcessGroup | None = None,
         is_manual: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(group)
         self.phase = Phase.EVALUATION  # whose flags are those of set-up
-        self._reductions: Reductions | None = None
-        self._is_replaying = False
+        self._reductions: fsdp2.Reductions | None = None
         self.model = model
         self._defer = defer
-        self._group = group
         self._retain_unsharded = retain_unsharded
         self._num_comparisons_left = _NUM_COMPARISONS
         self._is_manual = is_manual
         self.units = [GatheredUnit(module, self) for module in fsdp2.fsdp_units(model)]
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
-        # Each with the parameter groups at or below it.
-        self._roots = {
-            root: fsdp2.groups_of(fsdp2.fsdp_units(cast(nn.Module, root))) for root in fsdp_roots(model)
-        }
+        self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in unit.groups]
         self._reductions_at_setup = fsdp2.flags_of(self._groups, fsdp2.Reductions)
         self._resharding_at_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
@@ -164,19 +149,19 @@ class FSDP2Window(PhasedEngine):
             Phase.STEP: in_step,
             Phase.BEFORE_BACKWARD: always,
             Phase.EVALUATION: by_unit,
+            Phase.REPLAY: in_step,
         }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
-        self._bypassed: list[str] = []
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._hooks: list[RemovableHandle] = []
-        self.enter(Phase.HOOKS, Reductions.BY_FSDP2)
+        self.enter(Phase.HOOKS, BY_FSDP2)
 
-    def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
+    def enter(self, phase: Phase, reductions: fsdp2.Reductions | None = None) -> None:
         """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
-        if reductions is not None and reductions is not self._reductions:
-            fsdp2.set_flags(dict.fromkeys(self._groups, reductions.value))
+        if reductions is not None and reductions != self._reductions:
+            fsdp2.set_flags(dict.fromkeys(self._groups, reductions))
             self._reductions = reductions
         if phase is not self.phase:
             fsdp2.set_flags(self._resharding[phase])
@@ -185,7 +170,7 @@ class FSDP2Window(PhasedEngine):
     @override
     def keep_gathered(self, group: Any) -> None:
         """See the base class. Raises RuntimeError in hooks, after which nothing may stay gathered."""
-        if self.phase not in (Phase.STEP, Phase.EVALUATION):
+        if self.phase in (Phase.HOOKS, Phase.BEFORE_BACKWARD):
             raise RuntimeError(SECOND_DERIVATIVE)
         self._resharding[self.phase][group] = fsdp2.Resharding(False, None)
         fsdp2.set_flags(self._resharding[self.phase])
@@ -206,19 +191,13 @@ class FSDP2Window(PhasedEngine):
             # FSDP2 writes gradients of shards itself, past their hooks.
             self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
 
-    @override
-    def _note_foreign(self) -> None:
-        if self._group is not None:  # FSDP2 averages gradients of shards alone
-            self.unsynchronised.update(leaf for leaf in self.reached if not hasattr(leaf, "shard"))
-
     def _check_gradient_of_experts(self, _: Tensor) -> None:
-        if self.backward is None and not self._is_replaying:
+        if self.backward is None and self.phase is not Phase.REPLAY:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, shard: Any, _: Tensor) -> None:
         if self.backward is not None:
             self.reached.append(shard)
-            self._bypassed.append(shard.parameter_name)
 
     @override
     @contextmanager
@@ -262,15 +241,15 @@ class FSDP2Window(PhasedEngine):
     def keep(self, backward: BackwardPass) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         if backward.ends:
-            self._show_shards(retained=False, reductions=Reductions.BY_FSDP2)
+            self._show_shards(retained=False, reductions=BY_FSDP2)
         else:
-            self._show_shards(retained=self._retain_unsharded, reductions=Reductions.NONE)
+            self._show_shards(retained=self._retain_unsharded, reductions=NONE)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context of forwards without a backward, which leaves no parameters gathered."""
+    def apart(self, phase: Phase) -> Iterator[None]:
+        """Context of what belongs to no window, which leaves no parameters gathered."""
         self.release()
-        self.enter(Phase.EVALUATION)
+        self.enter(phase)
         try:
             yield
         except BaseException:
@@ -279,7 +258,7 @@ class FSDP2Window(PhasedEngine):
         self.release()
         self.enter(Phase.HOOKS)
 
-    def _show_shards(self, retained: bool, reductions: Reductions | None = None) -> None:
+    def _show_shards(self, retained: bool, reductions: fsdp2.Reductions | None = None) -> None:
         """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
         self.enter(Phase.HOOKS, reductions)
         self._settle()
@@ -325,41 +304,39 @@ class FSDP2Window(PhasedEngine):
 
     @override
     def stepped(self) -> None:
-        # A hook may step within a backward, which needs the old weights.
-        if self.backward is None and any(unit.is_gathered for unit in self.units):
+        if self.backward is None:  # which a hook may step in, and which needs the old weights
             self.release()
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        retained: set[GatheredUnit] = set()
         freed: set[GatheredUnit] = set()  # by a hook's forward
         self._settle()
+        is_written = shard_versions(self._shards) != self._versions_at_start
+        if is_written:
+            self._check_current()  # the step itself may have written them
         for unit in self.units:
-            if unit.is_retained:
-                retained.add(unit)
-                if not unit.show_retained():
-                    freed.add(unit)
+            if unit.is_retained and not unit.show_retained():
+                freed.add(unit)
         self._written = []
-        if freed or shard_versions(self._shards) != self._versions_at_start:
-            self._use_written_shards(retained, freed)
-        window = backward.window
-        if not window.trained <= self.tracked:
-            self.track(window.trained)
-        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
-        if self._reductions is not Reductions.NONE:
+        if freed or is_written:
+            self._use_written_shards(freed)
+        reductions = fsdp2.Reductions(
+            reduce_grads=backward.ends or self._defer is not True,
+            all_reduce_grads=backward.ends or self._defer is False,
+            reduce_scatter_unused_params=True,
+        )
+        self.enter(Phase.STEP, reductions)
+        if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
 
-    def _use_written_shards(self, retained: set[GatheredUnit], freed: set[GatheredUnit]) -> None:
+    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
         """Note the shards that were written since their forward, and gather them anew: a backward follows.
 
         The backward computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if
         it reaches a shard that was written.
         """
         for unit in self.units:
-            if unit in self._whole_step and unit.is_gathered and unit not in retained:
-                unit.check_current()  # the step itself has written them
             written = unit.written_since_forward()
             self._written += written
             if unit in freed or (written and unit.is_gathered):
@@ -371,9 +348,10 @@ class FSDP2Window(PhasedEngine):
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """See the base class. Raises if the backward bypassed FSDP2, or reached shards that were written before it."""
         reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
-        if self._bypassed:
+        bypassed = [leaf.parameter_name for leaf in self.reached if isinstance(leaf, Shard)]
+        if bypassed:
             raise RuntimeError(
-                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
+                f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters that FSDP2 shards got a"
                 " gradient that it does not reduce, since training_step uses them outside of their unit's"
                 " forward. A step that takes a state dict uses shards after it: take it in a hook. Code that"
                 " calls only modules in a unit does that: call the unit itself"
@@ -389,11 +367,11 @@ class FSDP2Window(PhasedEngine):
         if not backward.ends:
             return reached
         trained = [parameter for parameter in backward.final if parameter in backward.window.trained]
-        for root, groups in self._roots.items():
-            fsdp2.reduce_deferred_gradients(root, groups)
+        for root in self._roots:
+            fsdp2.reduce_deferred_gradients(root)
         plain = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        if plain and self._group is not None:
-            rescale_clip.average_gradients_(plain, self._group)
+        if self.group is not None:
+            rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
             rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
         backward.zero_filled = trained
@@ -402,18 +380,8 @@ class FSDP2Window(PhasedEngine):
     @override
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        self._is_replaying = True
-        try:
-            self.release()
-            self.resume_step()
-            with super().replaying():
-                yield
-            self.end_step()
-        except BaseException:
-            self.recover()
-            raise
-        finally:
-            self._is_replaying = False
+        with self.apart(Phase.REPLAY), super().replaying():
+            yield
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -433,7 +401,7 @@ class FSDP2Window(PhasedEngine):
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
         if wanted is None:
-            self.enter(self.phase, Reductions.BY_FSDP2)
+            self.enter(self.phase, BY_FSDP2)
 
     @override
     def close(self) -> None:
@@ -452,7 +420,6 @@ class FSDP2Window(PhasedEngine):
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
-        self._bypassed = []
         self.collectives = 0  # ranks may have failed in different places
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self._shards]

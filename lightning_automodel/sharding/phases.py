@@ -13,6 +13,7 @@ class Phase(Enum):
     STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
     BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
     EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+    REPLAY = auto()  # as STEP, with a backward that is not the strategy's
 
 
 class PhasedEngine(Engine):

@@ -33,7 +33,8 @@ def _micro_batch(sync: FSDP2Window, model: Holder, shards: set[Tensor], step: in
         sync.resume_step()
         loss = model.inner["net"](features).square().sum()
         window = Window(None, [], None, torch.zeros(3), trained=shards)
-        backward = BackwardPass(window, is_last, False, [], set(), [])
+        backward = BackwardPass(window, is_last, False, [], set(), set(), [])
+        sync.track(shards)
         sync.backward = backward
         sync.begin(backward, loss)
         loss.backward()
