@@ -74,7 +74,7 @@ class DDPEngine(Engine):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self._mesh)
             kwargs = {**kwargs, "init_sync": False}
-        ddp = self._ddp = self._replicate(module, placement.device, kwargs)
+        ddp = self._ddp = DistributedDataParallel(module, process_group=self._mesh.group, **kwargs)
         # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
         self._is_manual = not module.automatic_optimization
         ddp.require_backward_grad_sync = not self._is_manual
@@ -94,17 +94,6 @@ class DDPEngine(Engine):
             self._buffers = SharedBuffers(
                 module, self._mesh.group, placement.device, ddp.parameters_to_ignore
             )
-
-    def _replicate(
-        self, module: pl.LightningModule, device: torch.device, kwargs: dict[str, Any]
-    ) -> DistributedDataParallel:
-        if device.type == "cpu":
-            device_ids = None
-        else:
-            device_ids = [device.index]
-        return DistributedDataParallel(
-            module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
-        )
 
     @override
     @contextmanager
