@@ -167,9 +167,11 @@ class FSDP2Window(PhasedEngine):
             fsdp2.set_flags(self._resharding[phase])
             self.phase = phase
 
-    @override
     def keep_gathered(self, group: Any) -> None:
-        """See the base class. Raises RuntimeError in hooks, after which nothing may stay gathered."""
+        """Keep the parameters of a group gathered in each step from now on: a second derivative reads them late.
+
+        Raises RuntimeError in hooks, after which nothing may stay gathered.
+        """
         if self.phase in (Phase.HOOKS, Phase.BEFORE_BACKWARD):
             raise RuntimeError(SECOND_DERIVATIVE)
         self._resharding[self.phase][group] = fsdp2.Resharding(False, None)

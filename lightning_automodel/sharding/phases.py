@@ -1,7 +1,6 @@
 """The phases of a run under FSDP2."""
 
 from enum import Enum, auto
-from typing import Any
 
 from lightning_automodel.gradients.engine import Engine
 
@@ -20,6 +19,3 @@ class PhasedEngine(Engine):
     """An engine that is in a phase."""
 
     phase: Phase
-
-    def keep_gathered(self, group: Any) -> None:
-        """Keep the parameters of a group gathered in each step from now on: a second derivative reads them late."""
