@@ -118,14 +118,13 @@ class MicroBatches:
                 return step(*args, **kwargs)
 
         output = self.call(partial(self.inputs.train, attending_step), "training_step")
-        if not self.module.automatic_optimization:
+        if not self.module.automatic_optimization or output is None:
             self.engine.end_step()
-        elif self._has_hooks_before_backward:
-            self.engine.end_forward()
-        if self.module.automatic_optimization and output is not None:
-            self._step.output = output
-        else:
             self.inputs.end_padding()
+            return output
+        if self._has_hooks_before_backward:
+            self.engine.end_forward()
+        self._step.output = output
         return output
 
     @property

@@ -178,7 +178,7 @@ class Engine:
         """A step's forward has ended, and hooks follow that must find shards, before its backward."""
 
     def end_step(self) -> None:
-        """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
+        """A step has ended, and no backward follows but hooks, whose forwards leave nothing gathered.
 
         Of gathered parameters in the module a hook would find no gradients, or those of an open window.
         """
@@ -188,9 +188,6 @@ class Engine:
 
     def requires_grad_changed(self) -> None:
         """Parameters were frozen or unfrozen."""
-
-    def stepped(self) -> None:
-        """An optimizer has written weights."""
 
     def evaluation(self, find_leader: Callable[[], int | None]) -> AbstractContextManager[None]:
         """Context of a step of evaluation or prediction; after it, a callback may swap weights.

@@ -177,7 +177,8 @@ class GradientWindows:
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
-        self.engine.stepped()
+        if self.engine.backward is None:  # which a hook may step in, and which needs the old weights
+            self.engine.release()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)

@@ -55,7 +55,6 @@ class FSDP2Engine(FSDP2Window):
             defer=report["defer_fsdp_grad_sync"],
             retain_unsharded=not report["reshard_during_accumulation"],
             group=mesh.group if mesh.sizes.divisor > 1 else None,
-            is_manual=not module.automatic_optimization,
         )
         self._module = module
         self._mesh = mesh

@@ -23,9 +23,6 @@ a forward                 as before           as before                  stay fo
                                               gradients are dropped
 :meth:`keep_gathered`     as before           as before                  a group's stay for each such step from now on
 requires_grad changes     as before           as before                  shown again, if they are gathered
-:meth:`stepped`           as before           as before                  freed, unless a backward runs
-an exception in           HOOKS               as before                  as before, until :meth:`recover`
-:meth:`micro_batch`
 :meth:`close`             as at set-up        as at set-up               freed
 ========================  ==================  =========================  =======================================
 
@@ -107,7 +104,6 @@ class FSDP2Window(PhasedEngine):
         defer: What micro-batches before the last one do, see :func:`get_sync_ctx`.
         retain_unsharded: Whether parameters stay gathered for the window.
         group: Over which plain parameters are averaged; None for one rank.
-        is_manual: Whether a step goes on after its backward, and may run several.
     """
 
     def __init__(
@@ -116,7 +112,6 @@ class FSDP2Window(PhasedEngine):
         defer: Deferral,
         retain_unsharded: bool,
         group: dist.ProcessGroup | None = None,
-        is_manual: bool = False,
     ) -> None:
         super().__init__(group)
         self.phase = Phase.EVALUATION  # whose flags are those of set-up
@@ -125,7 +120,6 @@ class FSDP2Window(PhasedEngine):
         self._defer = defer
         self._retain_unsharded = retain_unsharded
         self._num_comparisons_left = _NUM_COMPARISONS
-        self._is_manual = is_manual
         self.units = [GatheredUnit(module, self) for module in fsdp2.fsdp_units(model)]
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
@@ -200,18 +194,6 @@ class FSDP2Window(PhasedEngine):
     def _note_bypass(self, shard: Any, _: Tensor) -> None:
         if self.backward is not None:
             self.reached.append(shard)
-
-    @override
-    @contextmanager
-    def micro_batch(self, ends_window: bool) -> Iterator[None]:
-        try:
-            with super().micro_batch(ends_window):
-                yield
-        except BaseException:
-            self.enter(Phase.HOOKS)  # what is saved after an exception are shards
-            raise
-        if not self._is_manual:  # else the step goes on
-            self.end_step()
 
     def start_step(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
@@ -303,11 +285,6 @@ class FSDP2Window(PhasedEngine):
                 unit.show_gathered()
             else:
                 unit.free()
-
-    @override
-    def stepped(self) -> None:
-        if self.backward is None:  # which a hook may step in, and which needs the old weights
-            self.release()
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:

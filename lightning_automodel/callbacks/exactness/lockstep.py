@@ -141,7 +141,7 @@ class LockStep(Recorder):
         if self.run is None:
             rescale_clip.list_parameters(self.module)  # which are the shards afterwards
         else:
-            self.run.engine.stepped()
+            self.run.engine.release()
         return has_changed
 
     @contextmanager
