@@ -266,10 +266,8 @@ class GradientWindows:
         window.trained |= trainable
         self.engine.track(window.trained)
         final: list[nn.Parameter] = []
-        if ends and owned_elsewhere:
+        if ends:
             final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
-        elif ends:
-            final = self.parameters
         older = list(map(GRAD.__get__, self.parameters))
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in older]
@@ -277,7 +275,6 @@ class GradientWindows:
         backward = BackwardPass(window, ends, is_padding, final, owned_elsewhere, frozen, older)
         self.engine.backward = backward
         self._write_grads(self._kept)
-        self._kept = self._nothing
         return backward
 
     def _write_grads(self, gradients: list[Tensor | None]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD, plain_access
-from lightning_automodel.internals.patching import PatchStack, overwrite
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -206,10 +206,9 @@ def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter
 # --- Gathered parameters ----------------------------------------------------------------------------------------------
 
 
-def set_background_gathers(units: Iterable[FSDPModule], is_on: bool) -> None:
-    """Set whether all-gathers of ``units`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    for group in groups_of(units):
-        overwrite(group, "unshard_async_op", is_on)
+def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
+    root._set_unshard_async_op(is_on)
 
 
 def watch_unit(

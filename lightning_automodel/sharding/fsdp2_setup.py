@@ -90,7 +90,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """
     for root in units.fsdp_roots(model):
         sharded = fsdp2.fsdp_units(cast(nn.Module, root))
-        fsdp2.set_background_gathers(sharded, in_background)
+        fsdp2.set_background_gathers(root, in_background)
         below = [unit for unit in sharded if unit is not root]
         forward = [root, *below]
         backward = [root, *reversed(below)]
