@@ -20,6 +20,7 @@ from lightning_automodel.gradients.token_loss import Count, check_range, has_cou
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.sharding.buffers import SharedBuffers
 
 NESTED_BACKWARD = (
     "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
@@ -59,6 +60,7 @@ class MicroBatches:
         module: The user's, whose steps and backwards run.
         plugin: The Trainer's precision plugin, which runs the backward.
         engine: Distributes the module, and reduces gradients.
+        buffers: What ranks take from the first one where a window begins; None if nothing.
         windows: The open accumulation windows, to which each backward adds.
         context: Slices batches under context parallelism; else None.
         inputs: Knows whether a batch is a padding batch.
@@ -71,6 +73,7 @@ class MicroBatches:
         self,
         module: pl.LightningModule,
         engine: Engine,
+        buffers: SharedBuffers | None,
         windows: GradientWindows,
         context: ContextParallelSteps | None,
         inputs: UnevenInputs,
@@ -79,6 +82,7 @@ class MicroBatches:
         self.module = module
         self.plugin = module.trainer.precision_plugin
         self.engine = engine
+        self.buffers = buffers
         self.windows = windows
         self.context = context
         self.inputs = inputs
@@ -111,7 +115,9 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self._is_first_window and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
-        self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
+        if self.buffers is not None:
+            self.buffers.start_forward(self.engine.ends_window)  # before `inputs` copies them
+        self.engine.start_forward(batch)
 
         def attending_step() -> Any:
             with attention, self._backward_hooks.noting():

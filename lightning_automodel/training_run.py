@@ -38,6 +38,7 @@ from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, meta_init, precision, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.fsdp2_setup import shard_module
@@ -64,6 +65,7 @@ class TrainingRun:
         patches: Restored when the run ends.
         parameters: The module's, before and after sharding has replaced them.
         engine: Distributes the module and reduces gradients.
+        buffers: Those that ranks take from the first one; None if none are.
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
         inputs: The data of ranks with unequal amounts.
@@ -143,6 +145,10 @@ class TrainingRun:
         self.engine = self._make_engine(fitting)
         self.patches.callback(self.engine.close)
         self.model = self.engine.model
+        self._ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
+        self.buffers: SharedBuffers | None = None
+        if self.engine.shares_buffers:
+            self.buffers = SharedBuffers(module, self._mesh.group, self.device, self._ignored)
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         self.synchronize_metrics()
@@ -199,7 +205,7 @@ class TrainingRun:
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
-            module, self.engine, self.windows, self._context, self.inputs, self.advice
+            module, self.engine, self.buffers, self.windows, self._context, self.inputs, self.advice
         )
 
     def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
@@ -367,7 +373,12 @@ class TrainingRun:
         self.engine.release()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.check_replicas()
-        self.engine.synchronize_buffers()
+        self.synchronize_buffers()
+
+    def synchronize_buffers(self) -> None:
+        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
+        if self.buffers is not None:
+            self.buffers.synchronize()
 
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
@@ -375,8 +386,7 @@ class TrainingRun:
         check_learning_rates(self.windows.optimizers, self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
-        ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
-        check_replicas(self.module, self._mesh, self.device, ignored)
+        check_replicas(self.module, self._mesh, self.device, self._ignored)
 
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any

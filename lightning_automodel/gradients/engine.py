@@ -54,6 +54,7 @@ class Engine:
 
     Attributes:
         group: The ranks that gradients are averaged over; None for one rank.
+        shares_buffers: Whether ranks take buffers from the first one.
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         reached: The parameters that have got gradients since the state was entered, of those that are tracked.
         tracked: The parameters for which :attr:`reached` is noted.
@@ -67,6 +68,7 @@ class Engine:
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
 
+    shares_buffers = True
     reuses_gradients = False
     collectives = 0
     first_peer = 0
@@ -201,9 +203,6 @@ class Engine:
 
         A collective.
         """
-
-    def synchronize_buffers(self) -> None:
-        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +18,6 @@ from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
-from lightning_automodel.sharding.buffers import SharedBuffers
 
 _SEVERAL_BACKWARDS = (
     "A parameter gets gradients of several backwards within one backward of the strategy, as a hook computes"
@@ -45,7 +43,7 @@ class DDPEngine(Engine):
     ``give_values`` initialises tensors without values.
     """
 
-    _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
+    shares_buffers = False  # unless it trains, and its user wants that
 
     def __init__(
         self,
@@ -87,13 +85,9 @@ class DDPEngine(Engine):
         # DDP never reduces others, which were frozen at its set-up.
         self._trainable_at_setup = {p for p in parameters.values() if p.requires_grad}
         self.track(self._trainable_at_setup)
-        if ddp.forward_sync_buffers:
-            # Else DDP would broadcast them, without knowing where windows begin: not every forward is
-            # its own.
-            ddp.forward_sync_buffers = False
-            self._buffers = SharedBuffers(
-                module, self._mesh.group, placement.device, ddp.parameters_to_ignore
-            )
+        # DDP does not know where windows begin: not every forward is its own.
+        self.shares_buffers = ddp.forward_sync_buffers
+        ddp.forward_sync_buffers = False
 
     @override
     @contextmanager
@@ -148,16 +142,6 @@ class DDPEngine(Engine):
         if ddp.find_unused_parameters:
             backward.zero_filled = [parameter for parameter in backward.final if parameter in trained]
         return reached
-
-    @override
-    def start_forward(self, batch: Any) -> None:
-        if self._buffers is not None:
-            self._buffers.start_forward(self.ends_window)
-
-    @override
-    def synchronize_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.synchronize()
 
 
 def _without_entries(gradient: Tensor) -> Tensor:

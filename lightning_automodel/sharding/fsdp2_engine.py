@@ -16,7 +16,6 @@ from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding import tensor_parallel
-from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.phases import Phase
@@ -35,7 +34,7 @@ _BACKWARD_ALONE = (
 class FSDP2Engine(FSDP2Window):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    To the windows of the base class it adds what surrounds them: the first batch, buffers, evaluation, and the order in
+    To the windows of the base class it adds what surrounds them: the first batch, evaluation, and the order in
     which FSDP2 gathers and reduces units. FSDP2 matches the collectives of ranks by their order alone: where ranks use
     different units, each gets parameters or gradients of another layer than it asks for, without an error if layers
     have one shape.
@@ -69,7 +68,6 @@ class FSDP2Engine(FSDP2Window):
         for index, unit in enumerate(self.units):
             fsdp2.watch_unit(unit.module, partial(self._note, index), self.keep_gathered, self._patches)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
-        self._buffers = SharedBuffers(module, mesh.group, placement.device)
 
     @override
     def start_forward(self, batch: Any) -> None:
@@ -83,12 +81,7 @@ class FSDP2Engine(FSDP2Window):
                 tensor_parallel.check_same_batch(
                     batch, self._mesh.tensor_group, self._device, "tensor-parallel"
                 )
-        self._buffers.start_forward(self.ends_window)
         self.start_step()
-
-    @override
-    def synchronize_buffers(self) -> None:
-        self._buffers.synchronize()
 
     @override
     @contextmanager
