@@ -53,8 +53,8 @@ class DDPEngine(Engine):
         fitting: bool,
         give_values: Callable[[], None],
     ) -> None:
-        self._mesh = placement.mesh
-        super().__init__(self._mesh.group if self._mesh.sizes.divisor > 1 else None)
+        mesh = placement.mesh
+        super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
         self._padding_hooks = ExitStack()
         kwargs = options.ddp_kwargs or {}
         give_values()
@@ -66,13 +66,13 @@ class DDPEngine(Engine):
             )
         self.model = module
         if not fitting:
-            apply.broadcast_states(module, self._mesh)
+            apply.broadcast_states(module, mesh)
             return
         if quantized.check_replicable(parameters):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
-            apply.broadcast_states(module, self._mesh)
+            apply.broadcast_states(module, mesh)
             kwargs = {**kwargs, "init_sync": False}
-        ddp = self._ddp = DistributedDataParallel(module, process_group=self._mesh.group, **kwargs)
+        ddp = self._ddp = DistributedDataParallel(module, process_group=mesh.group, **kwargs)
         # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
         self._is_manual = not module.automatic_optimization
         ddp.require_backward_grad_sync = not self._is_manual

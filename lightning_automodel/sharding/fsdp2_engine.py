@@ -14,7 +14,6 @@ from lightning_automodel.distributed.collectives import Gathers
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
@@ -64,9 +63,10 @@ class FSDP2Engine(FSDP2Window):
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._host_group = placement.host_group
         self._leader: int | None = None  # while it tells what it gathers
-        self._patches = PatchStack()
         for index, unit in enumerate(self.units):
             fsdp2.watch_unit(unit.module, partial(self._note, index), self.keep_gathered, self._patches)
+        if report["prefetch"]:
+            self._patches.callback(set_prefetch, module, 0, in_background=False)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
 
     @override
@@ -128,15 +128,6 @@ class FSDP2Engine(FSDP2Window):
         told = torch.tensor(own, device="cpu")
         dist.broadcast(told, leader, self._host_group)
         return int(told)
-
-    @override
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._patches.restore()
-            if self._report["prefetch"]:
-                set_prefetch(self._module, 0, in_background=False)
 
     @override
     def describe(self) -> dict[str, Any]:

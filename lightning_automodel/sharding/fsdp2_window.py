@@ -39,7 +39,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
@@ -47,6 +46,7 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import use_and_writes
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
 from lightning_automodel.sharding.gathered_tensor import shard_versions
@@ -120,19 +120,23 @@ class FSDP2Window(PhasedEngine):
         self._defer = defer
         self._retain_unsharded = retain_unsharded
         self._num_comparisons_left = _NUM_COMPARISONS
-        self.units = [GatheredUnit(module, self) for module in fsdp2.fsdp_units(model)]
+        self._patches = PatchStack()
+        self.units: list[GatheredUnit] = []
+        for module in fsdp2.fsdp_units(model):
+            unit = GatheredUnit(module, self)
+            self.units.append(unit)
+            self._patches.callback(unit.close)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in unit.groups]
-        self._reductions_at_setup = fsdp2.flags_of(self._groups, fsdp2.Reductions)
-        self._resharding_at_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
-        by_unit = dict(self._resharding_at_setup)
+        self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
+        by_unit = fsdp2.flags_of(self._groups, fsdp2.Resharding)
+        self._patches.callback(fsdp2.set_flags, dict(by_unit))
         for unit in self._whole_step:
-            # A step may run backwards of its own, and go on with these.
-            by_unit |= {
-                group: by_unit[group]._replace(reshard_after_backward=False) for group in unit.groups
-            }
+            for group in unit.groups:
+                # A step may run backwards of its own, and go on with these.
+                by_unit[group] = by_unit[group]._replace(reshard_after_backward=False)
         in_step = by_unit
         if retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
@@ -149,7 +153,6 @@ class FSDP2Window(PhasedEngine):
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
-        self._hooks: list[RemovableHandle] = []
         self.enter(Phase.HOOKS, BY_FSDP2)
 
     def enter(self, phase: Phase, reductions: fsdp2.Reductions | None = None) -> None:
@@ -183,9 +186,9 @@ class FSDP2Window(PhasedEngine):
         super()._watch(leaf)
         with plain_access():
             if parameter in self._experts:
-                self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
+                self._patches.callback(leaf.register_hook(self._check_gradient_of_experts).remove)
             # FSDP2 writes gradients of shards itself, past their hooks.
-            self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
+            self._patches.callback(parameter.register_hook(partial(self._note_bypass, parameter)).remove)
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.backward is None and self.phase is not Phase.REPLAY:
@@ -388,12 +391,7 @@ class FSDP2Window(PhasedEngine):
         try:
             self.release()  # raises where a write is lost
         finally:
-            fsdp2.set_flags(self._reductions_at_setup)
-            fsdp2.set_flags(self._resharding_at_setup)
-            for unit in self.units:
-                unit.close()
-            for hook in self._hooks:
-                hook.remove()
+            self._patches.restore()
             super().close()
 
     @override
