@@ -21,6 +21,7 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.buffers import SharedBuffers
+from lightning_automodel.sharding.tensor_parallel import check_same_batch
 
 NESTED_BACKWARD = (
     "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
@@ -112,12 +113,11 @@ class MicroBatches:
         else:
             batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch, self.inputs.is_filler)
-        # Only in the first window, since it reads the device.
-        if self.ahead is not None and self._is_first_window and not self._step.is_padding:
-            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
+        if self._is_first_window:
+            self._start_first_window(batch)
         if self.buffers is not None:
             self.buffers.start_forward(self.engine.ends_window)  # before `inputs` copies them
-        self.engine.start_forward(batch)
+        self.engine.start_forward()
 
         def attending_step() -> Any:
             with attention, self._backward_hooks.noting():
@@ -132,6 +132,16 @@ class MicroBatches:
             self.engine.end_forward()
         self._step.output = output
         return output
+
+    def _start_first_window(self, batch: Any) -> None:
+        """Look closer at a batch of the first window: some of it reads the device."""
+        windows = self.windows
+        # Before backwards in the step that are not the strategy's.
+        self.engine.track({p for p in windows.parameters if p.requires_grad})
+        if windows.mesh.tensor_group is not None:
+            check_same_batch(batch, windows.mesh.tensor_group, windows.device, "tensor-parallel")
+        if self.ahead is not None and not self._step.is_padding:
+            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
 
     @property
     def _is_first_window(self) -> bool:

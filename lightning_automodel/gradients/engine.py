@@ -170,8 +170,8 @@ class Engine:
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that are held outside of ``.grad``, of these (or all) parameters."""
 
-    def start_forward(self, batch: Any) -> None:
-        """Called before each training step, with its batch: its forwards may leave parameters gathered."""
+    def start_forward(self) -> None:
+        """Called before each training step: its forwards may leave parameters gathered."""
 
     def resume_step(self) -> None:
         """A training step goes on after one of its backwards."""

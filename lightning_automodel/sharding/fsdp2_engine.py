@@ -33,7 +33,7 @@ _BACKWARD_ALONE = (
 class FSDP2Engine(FSDP2Window):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    To the windows of the base class it adds what surrounds them: the first batch, evaluation, and the order in
+    To the windows of the base class it adds what surrounds them: evaluation, and the order in
     which FSDP2 gathers and reduces units. FSDP2 matches the collectives of ranks by their order alone: where ranks use
     different units, each gets parameters or gradients of another layer than it asks for, without an error if layers
     have one shape.
@@ -54,11 +54,8 @@ class FSDP2Engine(FSDP2Window):
             retain_unsharded=not report["reshard_during_accumulation"],
             group=mesh.group if mesh.sizes.divisor > 1 else None,
         )
-        self._module = module
-        self._mesh = mesh
-        self._device = placement.device
+        self._spreads_experts = mesh.sizes.expert > 1
         self._report = report
-        self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._host_group = placement.host_group
@@ -68,20 +65,6 @@ class FSDP2Engine(FSDP2Window):
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
         tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
-
-    @override
-    def start_forward(self, batch: Any) -> None:
-        if self._is_first_batch:
-            self._is_first_batch = False
-            if not self._module.automatic_optimization or self._mesh.sizes.expert > 1:
-                # Before backwards in the step that are not the strategy's, which are refused within a
-                # window, and wherever they reach spread experts.
-                self.track({p for p in self._module.parameters() if p.requires_grad})
-            if self._mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(
-                    batch, self._mesh.tensor_group, self._device, "tensor-parallel"
-                )
-        self.start_step()
 
     @override
     @contextmanager
@@ -97,7 +80,7 @@ class FSDP2Engine(FSDP2Window):
 
     @override
     def join_evaluation(self, leader: int) -> None:
-        if self._mesh.sizes.expert > 1:
+        if self._spreads_experts:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
                 " their forwards, which send tokens to the experts that it holds (expert_parallel_size >"

@@ -5,7 +5,7 @@ A window is in one :class:`Phase`, and FSDP2 reduces gradients in one way:
 ========================  ==================  =========================  =======================================
 what comes                phase after it      reductions after it        parameters that are gathered
 ========================  ==================  =========================  =======================================
-:meth:`start_step`        STEP                as before                  those of a whole step, and what was retained
+:meth:`start_forward`     STEP                as before                  those of a whole step, and what was retained
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
 :meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
@@ -198,7 +198,8 @@ class FSDP2Window(PhasedEngine):
         if self.backward is not None:
             self.reached.append(shard)
 
-    def start_step(self) -> None:
+    @override
+    def start_forward(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
         self.reuse_retained()
         self.resume_step()
