@@ -253,7 +253,7 @@ class GradientWindows:
         """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
-        reductions are linear. ``ends``: the window ends with this backward, and the gradients of all
+        reductions are linear. ``ends``: the window ends with this backward, and the gradients of all trained
         parameters that no other open window owns become final.
         """
         trained_before = set(window.trained)
@@ -267,7 +267,8 @@ class GradientWindows:
         self.engine.track(window.trained)
         final: list[nn.Parameter] = []
         if ends:
-            final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
+            ended = (trained_before | trainable) - owned_elsewhere
+            final = [parameter for parameter in self.parameters if parameter in ended]
         older = list(map(GRAD.__get__, self.parameters))
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in older]

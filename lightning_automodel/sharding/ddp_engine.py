@@ -132,15 +132,13 @@ class DDPEngine(Engine):
                 raise RuntimeError(_INCOMPLETE) from error
         if not backward.ends:
             return reached
-        trained = backward.window.trained
-        late = trained - self._trainable_at_setup
-        unfrozen = [parameter for parameter in backward.final if parameter in late]
+        unfrozen = [p for p in backward.final if p not in self._trainable_at_setup]
         if self.group is not None:
             rescale_clip.average_gradients_(unfrozen, self.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         backward.zero_filled = unfrozen
         if ddp.find_unused_parameters:
-            backward.zero_filled = [parameter for parameter in backward.final if parameter in trained]
+            backward.zero_filled = backward.final
         return reached
 
 

@@ -6,6 +6,7 @@ A window is in one :class:`Phase`, and FSDP2 reduces gradients in one way:
 what comes                phase after it      reductions after it        parameters that are gathered
 ========================  ==================  =========================  =======================================
 :meth:`start_forward`     STEP                as before                  those of a whole step, and what was retained
+                                                                         and is current
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
 :meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
@@ -16,7 +17,6 @@ a forward                 as before           as before                  stay fo
 :meth:`end_step`          HOOKS               as before                  freed
 :meth:`apart`             EVALUATION or       as before; after an error  freed before it, and after it
                           REPLAY, then HOOKS  BY_FSDP2
-:meth:`reuse_retained`    as before           as before                  shown again, if retained and current
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
 :meth:`discard`           as before           BY_FSDP2, if all           as before
@@ -153,13 +153,16 @@ class FSDP2Window(PhasedEngine):
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
-        self.enter(Phase.HOOKS, BY_FSDP2)
+        self.enter(Phase.HOOKS)
+        self._reduce_as(BY_FSDP2)
 
-    def enter(self, phase: Phase, reductions: fsdp2.Reductions | None = None) -> None:
-        """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
-        if reductions is not None and reductions != self._reductions:
+    def _reduce_as(self, reductions: fsdp2.Reductions) -> None:
+        if reductions != self._reductions:
             fsdp2.set_flags(dict.fromkeys(self._groups, reductions))
             self._reductions = reductions
+
+    def enter(self, phase: Phase) -> None:
+        """Let FSDP2 free gathered parameters as the phase says."""
         if phase is not self.phase:
             fsdp2.set_flags(self._resharding[phase])
             self.phase = phase
@@ -201,7 +204,7 @@ class FSDP2Window(PhasedEngine):
     @override
     def start_forward(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
-        self.reuse_retained()
+        self.release(reuses_retained=True)
         self.resume_step()
         self._versions_at_start = shard_versions(self._shards)
 
@@ -229,9 +232,10 @@ class FSDP2Window(PhasedEngine):
     def keep(self, backward: BackwardPass) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         if backward.ends:
-            self._show_shards(retained=False, reductions=BY_FSDP2)
+            self._reduce_as(BY_FSDP2)
         else:
-            self._show_shards(retained=self._retain_unsharded, reductions=NONE)
+            self._reduce_as(NONE)
+        self._show_shards(retained=self._retain_unsharded and not backward.ends)
 
     @contextmanager
     def apart(self, phase: Phase) -> Iterator[None]:
@@ -246,9 +250,9 @@ class FSDP2Window(PhasedEngine):
         self.release()
         self.enter(Phase.HOOKS)
 
-    def _show_shards(self, retained: bool, reductions: fsdp2.Reductions | None = None) -> None:
+    def _show_shards(self, retained: bool) -> None:
         """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
-        self.enter(Phase.HOOKS, reductions)
+        self.enter(Phase.HOOKS)
         self._settle()
         if self._num_comparisons_left > 0:
             self._num_comparisons_left -= 1
@@ -266,21 +270,18 @@ class FSDP2Window(PhasedEngine):
             if unit.noted != list(map(use_and_writes, unit.copies)):
                 unit.settle()
 
-    def reuse_retained(self) -> None:
-        """Show retained parameters again, unless the sharded ones were written since; free all others."""
+    @override
+    def release(self, reuses_retained: bool = False) -> None:
+        """Free what is gathered, so that nothing stale is used once weights are written.
+
+        Or show retained parameters again, unless the sharded ones were written since.
+        """
         self._settle()
         for unit in self.units:
-            if not (unit.is_retained and unit.is_current and unit.show_retained()):
+            is_reused = reuses_retained and unit.is_retained and unit.is_current and unit.show_retained()
+            if not is_reused:
                 unit.free()
                 unit.note_shards()
-
-    @override
-    def release(self) -> None:
-        """Free what is gathered, so that nothing stale is used once weights are written."""
-        self._settle()
-        for unit in self.units:
-            unit.free()
-            unit.note_shards()
 
     @override
     def requires_grad_changed(self) -> None:
@@ -308,7 +309,8 @@ class FSDP2Window(PhasedEngine):
             all_reduce_grads=backward.ends or self._defer is False,
             reduce_scatter_unused_params=True,
         )
-        self.enter(Phase.STEP, reductions)
+        self.enter(Phase.STEP)
+        self._reduce_as(reductions)
         if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
@@ -349,15 +351,14 @@ class FSDP2Window(PhasedEngine):
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
         if not backward.ends:
             return reached
-        trained = [parameter for parameter in backward.final if parameter in backward.window.trained]
         for root in self._roots:
             fsdp2.reduce_deferred_gradients(root)
-        plain = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
         if self.group is not None:
             rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
-            rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
-        backward.zero_filled = trained
+            rescale_clip.share_experts_gradients_([p for p in backward.final if p in self._experts])
+        backward.zero_filled = backward.final
         return reached
 
     @override
@@ -384,7 +385,7 @@ class FSDP2Window(PhasedEngine):
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
         if wanted is None:
-            self.enter(self.phase, BY_FSDP2)
+            self._reduce_as(BY_FSDP2)
 
     @override
     def close(self) -> None:

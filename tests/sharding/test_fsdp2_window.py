@@ -29,8 +29,7 @@ def _micro_batch(sync: FSDP2Window, model: Holder, shards: set[Tensor], step: in
     """What a strategy does for one of them."""
     features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
     with sync.micro_batch(ends_window=is_last):
-        sync.reuse_retained()
-        sync.resume_step()
+        sync.start_forward()
         loss = model.inner["net"](features).square().sum()
         window = Window(None, [], None, torch.zeros(3), trained=shards)
         backward = BackwardPass(window, is_last, False, [], set(), set(), [])
