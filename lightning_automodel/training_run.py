@@ -88,6 +88,7 @@ class TrainingRun:
         self.advice = advice
         self._options = options
         self._placement = placement
+        self._sharding: dict[str, Any] = {}  # what was decided for FSDP2, and why
         self._mesh = placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._check(fitting)
@@ -267,8 +268,8 @@ class TrainingRun:
                 f"mp_policy={options.mp_policy} beside precision={self.plugin.precision!r} has no effect on a model"
                 " that was sharded before, with another policy."
             )
-        report = shard_module(module, self._placement, options, policy, self._give_values)
-        return FSDP2Engine(module, self._placement, report)
+        self._sharding = shard_module(module, self._placement, options, policy, self._give_values)
+        return FSDP2Engine(module, self._placement, self._sharding)
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
@@ -450,7 +451,7 @@ class TrainingRun:
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             "optimizer_step": self.steps.whole.describe(),
-            **self.engine.describe(),
+            **self._sharding,
         }
 
     def interrupt(self) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -210,7 +209,3 @@ class Engine:
     def close(self) -> None:
         """Remove hooks from the model."""
         self.reached.close()
-
-    def describe(self) -> dict[str, Any]:
-        """What the engine has decided, and why."""
-        return {}

@@ -256,12 +256,12 @@ class GradientWindows:
         reductions are linear. ``ends``: the window ends with this backward, and the gradients of all trained
         parameters that no other open window owns become final.
         """
-        trained_before = set(window.trained)
+        trained_before: set[nn.Parameter] = set()
         owned_elsewhere: set[nn.Parameter] = set()
-        for other in self.open_windows.values():
-            if other is not window:
-                trained_before |= other.trained
-                owned_elsewhere |= other.owned
+        for open_window in self.open_windows.values():
+            trained_before |= open_window.trained
+            if open_window is not window:
+                owned_elsewhere |= open_window.owned
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
         window.trained |= trainable
         self.engine.track(window.trained)

@@ -22,7 +22,6 @@ FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes
 FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 
-_IS_SHARDED = attrgetter("is_sharded")
 _IS_UNSHARDED = attrgetter("is_unsharded")
 _GATHER_RESULT = attrgetter("_all_gather_result")
 
@@ -294,7 +293,7 @@ class Unit:
         is_available = (
             self.is_retained
             and not self.is_pending
-            and all(map(_IS_SHARDED, self.groups))
+            and not self.is_gathered
             and all(map(_has_memory, self.groups))
         )
         self.is_retained = False
@@ -307,10 +306,7 @@ class Unit:
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        if self.is_retained:
-            self.is_retained = False
-            for param in self.params:
-                param.free_unsharded_param()
+        self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()
@@ -399,6 +395,5 @@ def own_slice(param: FSDPParam) -> Tensor:
     whole = local_tensor(param.unsharded_param)
     dim = param.fsdp_placement.dim
     # All ranks but the last have full chunks; the last ones may have none.
-    size = param.padded_sharded_param_size[dim]
-    start = min(getattr(param.mesh_info, "shard_mesh_rank", 0) * size, whole.size(dim))
-    return whole.narrow(dim, start, min(size, whole.size(dim) - start))
+    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+    return whole.narrow(dim, min(start, whole.size(dim)), param.sharded_size[dim])

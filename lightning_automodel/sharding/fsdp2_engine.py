@@ -54,8 +54,6 @@ class FSDP2Engine(FSDP2Window):
             retain_unsharded=not report["reshard_during_accumulation"],
             group=mesh.group if mesh.sizes.divisor > 1 else None,
         )
-        self._spreads_experts = mesh.sizes.expert > 1
-        self._report = report
         self.discard()  # units that the user has sharded may hold gradients of earlier training
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._host_group = placement.host_group
@@ -80,7 +78,7 @@ class FSDP2Engine(FSDP2Window):
 
     @override
     def join_evaluation(self, leader: int) -> None:
-        if self._spreads_experts:
+        if self._experts:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
                 " their forwards, which send tokens to the experts that it holds (expert_parallel_size >"
@@ -111,7 +109,3 @@ class FSDP2Engine(FSDP2Window):
         told = torch.tensor(own, device="cpu")
         dist.broadcast(told, leader, self._host_group)
         return int(told)
-
-    @override
-    def describe(self) -> dict[str, Any]:
-        return dict(self._report)
