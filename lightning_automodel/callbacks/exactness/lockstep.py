@@ -191,7 +191,6 @@ class LockStep(Recorder):
                 parameter.grad = None
             if self.run is not None:
                 patches.set(self.run.windows, "toggled", None)
-                patches.callback(self.run.engine.release)
                 patches.enter_context(self.run.engine.replaying())
             patches.enter_context(self._together())
             self._step()
