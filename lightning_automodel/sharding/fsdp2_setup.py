@@ -89,14 +89,12 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     hangs.
     """
     for root in units.fsdp_roots(model):
-        sharded = fsdp2.fsdp_units(cast(nn.Module, root))
         fsdp2.set_background_gathers(root, in_background)
-        below = [unit for unit in sharded if unit is not root]
-        forward = [root, *below]
-        backward = [root, *reversed(below)]
-        for index in range(len(sharded)):
+        forward = fsdp2.fsdp_units(cast(nn.Module, root))
+        backward = [root, *reversed(forward[1:])]
+        for index in range(len(forward)):
             following = slice(index + 1, index + 1 + num_ahead)
             forward[index].set_modules_to_forward_prefetch(forward[following])
             # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
-            behind = backward[following] if num_ahead > 1 else []
-            backward[index].set_modules_to_backward_prefetch(behind)
+            gathered_ahead = backward[following] if num_ahead > 1 else []
+            backward[index].set_modules_to_backward_prefetch(gathered_ahead)
