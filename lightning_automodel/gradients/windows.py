@@ -264,7 +264,8 @@ class GradientWindows:
                 owned_elsewhere |= open_window.owned
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
         window.trained |= trainable
-        self.engine.track(window.trained)
+        if not trainable <= self.engine.tracked:
+            self.engine.track(trainable)
         final: list[nn.Parameter] = []
         if ends:
             ended = (trained_before | trainable) - owned_elsewhere

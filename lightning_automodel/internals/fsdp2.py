@@ -306,7 +306,8 @@ class Unit:
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        self.show_retained()
+        if self.is_retained:
+            self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()

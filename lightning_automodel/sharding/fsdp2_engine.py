@@ -376,7 +376,7 @@ class FSDP2Engine(PhasedEngine):
         for root in self._roots:
             fsdp2.reduce_deferred_gradients(root)
         plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
-        if self.group is not None:
+        if plain and self.group is not None:
             rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
             rescale_clip.share_experts_gradients_([p for p in backward.final if p in self._experts])
