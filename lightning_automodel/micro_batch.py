@@ -20,6 +20,8 @@ from lightning_automodel.gradients.token_loss import Count, check_range, has_cou
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.sharding.buffers import SharedBuffers
+from lightning_automodel.sharding.tensor_parallel import check_same_batch
 
 NESTED_BACKWARD = (
     "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
@@ -59,6 +61,7 @@ class MicroBatches:
         module: The user's, whose steps and backwards run.
         plugin: The Trainer's precision plugin, which runs the backward.
         engine: Distributes the module, and reduces gradients.
+        buffers: What ranks take from the first one where a window begins; None if nothing.
         windows: The open accumulation windows, to which each backward adds.
         context: Slices batches under context parallelism; else None.
         inputs: Knows whether a batch is a padding batch.
@@ -71,6 +74,7 @@ class MicroBatches:
         self,
         module: pl.LightningModule,
         engine: Engine,
+        buffers: SharedBuffers | None,
         windows: GradientWindows,
         context: ContextParallelSteps | None,
         inputs: UnevenInputs,
@@ -79,6 +83,7 @@ class MicroBatches:
         self.module = module
         self.plugin = module.trainer.precision_plugin
         self.engine = engine
+        self.buffers = buffers
         self.windows = windows
         self.context = context
         self.inputs = inputs
@@ -108,25 +113,35 @@ class MicroBatches:
         else:
             batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch, self.inputs.is_filler)
-        # Only in the first window, since it reads the device.
-        if self.ahead is not None and self._is_first_window and not self._step.is_padding:
-            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
-        self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
+        if self._is_first_window:
+            self._start_first_window(batch)
+        if self.buffers is not None:
+            self.buffers.start_forward(self.engine.ends_window)  # before `inputs` copies them
+        self.engine.start_forward()
 
         def attending_step() -> Any:
             with attention, self._backward_hooks.noting():
                 return step(*args, **kwargs)
 
         output = self.call(partial(self.inputs.train, attending_step), "training_step")
-        if not self.module.automatic_optimization:
+        if not self.module.automatic_optimization or output is None:
             self.engine.end_step()
-        elif self._has_hooks_before_backward:
-            self.engine.end_forward()
-        if self.module.automatic_optimization and output is not None:
-            self._step.output = output
-        else:
             self.inputs.end_padding()
+            return output
+        if self._has_hooks_before_backward:
+            self.engine.end_forward()
+        self._step.output = output
         return output
+
+    def _start_first_window(self, batch: Any) -> None:
+        """Look closer at a batch of the first window: some of it reads the device."""
+        windows = self.windows
+        # Before backwards in the step that are not the strategy's.
+        self.engine.track({p for p in windows.parameters if p.requires_grad})
+        if windows.mesh.tensor_group is not None:
+            check_same_batch(batch, windows.mesh.tensor_group, windows.device, "tensor-parallel")
+        if self.ahead is not None and not self._step.is_padding:
+            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
 
     @property
     def _is_first_window(self) -> bool:

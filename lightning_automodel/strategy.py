@@ -755,7 +755,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._supervisor.watch.await_end_of_training(validates=False)
         run.compare_ranks()
         run.check_replicas()
-        run.engine.synchronize_buffers()
+        run.synchronize_buffers()
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 

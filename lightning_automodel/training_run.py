@@ -41,6 +41,7 @@ from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, meta_init, precision, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.fsdp2_setup import shard_module
@@ -67,6 +68,7 @@ class TrainingRun:
         patches: Restored when the run ends.
         parameters: The module's, before and after sharding has replaced them.
         engine: Distributes the module and reduces gradients.
+        buffers: Those that ranks take from the first one; None if none are.
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
         inputs: The data of ranks with unequal amounts.
@@ -89,6 +91,7 @@ class TrainingRun:
         self.advice = advice
         self._options = options
         self._placement = placement
+        self._sharding: dict[str, Any] = {}  # what was decided for FSDP2, and why
         self._mesh = placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._check(fitting)
@@ -146,6 +149,10 @@ class TrainingRun:
         self.engine = self._make_engine(fitting)
         self.patches.callback(self.engine.close)
         self.model = self.engine.model
+        self._ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
+        self.buffers: SharedBuffers | None = None
+        if self.engine.shares_buffers:
+            self.buffers = SharedBuffers(module, self._mesh.group, self.device, self._ignored)
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         self.synchronize_metrics()
@@ -203,7 +210,7 @@ class TrainingRun:
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
-            module, self.engine, self.windows, self._context, self.inputs, self.advice
+            module, self.engine, self.buffers, self.windows, self._context, self.inputs, self.advice
         )
 
     def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
@@ -265,8 +272,8 @@ class TrainingRun:
                 f"mp_policy={options.mp_policy} beside precision={self.plugin.precision!r} has no effect on a model"
                 " that was sharded before, with another policy."
             )
-        report = shard_module(module, self._placement, options, policy, self._give_values)
-        return FSDP2Engine(module, self._placement, report)
+        self._sharding = shard_module(module, self._placement, options, policy, self._give_values)
+        return FSDP2Engine(module, self._placement, self._sharding)
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
@@ -371,7 +378,12 @@ class TrainingRun:
         self.engine.release()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.check_replicas()
-        self.engine.synchronize_buffers()
+        self.synchronize_buffers()
+
+    def synchronize_buffers(self) -> None:
+        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
+        if self.buffers is not None:
+            self.buffers.synchronize()
 
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
@@ -379,8 +391,7 @@ class TrainingRun:
         check_learning_rates(self.windows.optimizers, self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
-        ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
-        check_replicas(self.module, self._mesh, self.device, ignored)
+        check_replicas(self.module, self._mesh, self.device, self._ignored)
 
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
@@ -444,7 +455,7 @@ class TrainingRun:
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             "optimizer_step": self.steps.whole.describe(),
-            **self.engine.describe(),
+            **self._sharding,
         }
 
     def interrupt(self) -> None:

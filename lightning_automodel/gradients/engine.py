@@ -3,8 +3,8 @@
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.gradients.window_records import BackwardPass
@@ -52,6 +52,8 @@ class Engine:
     ===========================  ==============================================  ================  =====================
 
     Attributes:
+        group: The ranks that gradients are averaged over; None for one rank.
+        shares_buffers: Whether ranks take buffers from the first one.
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         reached: The parameters that have got gradients since the state was entered, of those that are tracked.
         tracked: The parameters for which :attr:`reached` is noted.
@@ -65,12 +67,14 @@ class Engine:
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
 
+    shares_buffers = True
     reuses_gradients = False
     collectives = 0
     first_peer = 0
     model: nn.Module
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.backward: BackwardPass | None = None
         self._refusal: str | None = None  # why a plain backward is refused
         self.reached = Reached()
@@ -117,11 +121,9 @@ class Engine:
             return
         if self._refusal is not None or not self.ends_window:
             raise RuntimeError(self._refusal or PLAIN_BACKWARD)
-        self._note_foreign()
+        if self.group is not None:  # FSDP2 averages the gradients of its shards in any backward
+            self.unsynchronised.update(leaf for leaf in self.reached if not hasattr(leaf, "shard"))
         self.reached.clear()
-
-    def _note_foreign(self) -> None:
-        """A backward that is not the strategy's has run, outside of a window."""
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:
@@ -167,8 +169,8 @@ class Engine:
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that are held outside of ``.grad``, of these (or all) parameters."""
 
-    def start_forward(self, batch: Any) -> None:
-        """Called before each training step, with its batch: its forwards may leave parameters gathered."""
+    def start_forward(self) -> None:
+        """Called before each training step: its forwards may leave parameters gathered."""
 
     def resume_step(self) -> None:
         """A training step goes on after one of its backwards."""
@@ -177,7 +179,7 @@ class Engine:
         """A step's forward has ended, and hooks follow that must find shards, before its backward."""
 
     def end_step(self) -> None:
-        """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
+        """A step has ended, and no backward follows but hooks, whose forwards leave nothing gathered.
 
         Of gathered parameters in the module a hook would find no gradients, or those of an open window.
         """
@@ -187,9 +189,6 @@ class Engine:
 
     def requires_grad_changed(self) -> None:
         """Parameters were frozen or unfrozen."""
-
-    def stepped(self) -> None:
-        """An optimizer has written weights."""
 
     def evaluation(self, find_leader: Callable[[], int | None]) -> AbstractContextManager[None]:
         """Context of a step of evaluation or prediction; after it, a callback may swap weights.
@@ -204,16 +203,9 @@ class Engine:
         A collective.
         """
 
-    def synchronize_buffers(self) -> None:
-        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
-
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
     def close(self) -> None:
         """Remove hooks from the model."""
         self.reached.close()
-
-    def describe(self) -> dict[str, Any]:
-        """What the engine has decided, and why."""
-        return {}

@@ -48,6 +48,7 @@ class BackwardPass:
         ends: Whether the window ends with it. The same on all ranks.
         is_padding: Whether its micro-batch is a padding batch, in which no parameter counts as used.
         final: Parameters whose gradients are final after it, in one order on all ranks; none in mid-window.
+        owned_elsewhere: Parameters of other open windows.
         frozen: Parameters that earlier backwards of the open windows have trained, and this one does not.
         older_gradients: By parameter, what ``.grad`` held before it.
         zero_filled: Parameters that the engine gives a zero gradient even if no rank has used them, where one process
@@ -58,6 +59,7 @@ class BackwardPass:
     ends: bool
     is_padding: bool
     final: list[nn.Parameter]
+    owned_elsewhere: set[nn.Parameter]
     frozen: set[nn.Parameter]
     older_gradients: list[Tensor | None]
     zero_filled: list[nn.Parameter] = field(default_factory=list)

@@ -177,7 +177,8 @@ class GradientWindows:
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
-        self.engine.stepped()
+        if self.engine.backward is None:  # which a hook may step in, and which needs the old weights
+            self.engine.release()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
@@ -252,29 +253,30 @@ class GradientWindows:
         """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
-        reductions are linear. ``ends``: the window ends with this backward, and the gradients of all
+        reductions are linear. ``ends``: the window ends with this backward, and the gradients of all trained
         parameters that no other open window owns become final.
         """
-        trained_before = set(window.trained)
+        trained_before: set[nn.Parameter] = set()
         owned_elsewhere: set[nn.Parameter] = set()
-        for other in self.open_windows.values():
-            if other is not window:
-                trained_before |= other.trained
-                owned_elsewhere |= other.owned
+        for open_window in self.open_windows.values():
+            trained_before |= open_window.trained
+            if open_window is not window:
+                owned_elsewhere |= open_window.owned
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
         window.trained |= trainable
+        if not trainable <= self.engine.tracked:
+            self.engine.track(trainable)
         final: list[nn.Parameter] = []
-        if ends and owned_elsewhere:
-            final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
-        elif ends:
-            final = self.parameters
+        if ends:
+            ended = (trained_before | trainable) - owned_elsewhere
+            final = [parameter for parameter in self.parameters if parameter in ended]
         older = list(map(GRAD.__get__, self.parameters))
         if self.engine.reuses_gradients:
             older = [None if gradient is None else gradient.clone() for gradient in older]
-        backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
+        frozen = trained_before - trainable
+        backward = BackwardPass(window, ends, is_padding, final, owned_elsewhere, frozen, older)
         self.engine.backward = backward
         self._write_grads(self._kept)
-        self._kept = self._nothing
         return backward
 
     def _write_grads(self, gradients: list[Tensor | None]) -> None:
@@ -325,11 +327,8 @@ class GradientWindows:
         self._kept = parts
         if not backward.ends:
             return
-        kept: set[nn.Parameter] = set()
-        if len(backward.final) < len(self.parameters):
-            kept = set(self.parameters).difference(backward.final)
         for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
-            if part is None or (kept and parameter in kept):
+            if part is None or parameter in backward.owned_elsewhere:
                 continue
             parts[index] = None
             if before is None:

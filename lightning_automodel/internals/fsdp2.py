@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD, plain_access
-from lightning_automodel.internals.patching import PatchStack, overwrite
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -22,7 +22,6 @@ FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes
 FSDPParam: TypeAlias = Any  # one parameter of such a group
 
 
-_IS_SHARDED = attrgetter("is_sharded")
 _IS_UNSHARDED = attrgetter("is_unsharded")
 _GATHER_RESULT = attrgetter("_all_gather_result")
 
@@ -145,19 +144,19 @@ def _is_unreduced(param: FSDPParam) -> bool:
     return leaf is not None and GRAD.__get__(leaf) is not None
 
 
-def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
-    """Reduce the deferred gradients of ``groups``, if any, by their current flags.
+def reduce_deferred_gradients(root: FSDPModule) -> None:
+    """Reduce the deferred gradients at or below ``root``, if any, by the current flags.
 
-    These are the groups at or below ``root``. A collective if there are any such gradients: the last
-    backward, in which FSDP2 reduces, did not pass through ``root``.
+    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
     """
+    state = root._get_fsdp_state()
     pending = []
-    for group in groups:
-        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
-            pending.append(group)
+    for below in state._state_ctx.all_states:
+        for group in below._fsdp_param_groups:
+            if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
+                pending.append(group)
     if not pending:
         return
-    state = root._get_fsdp_state()
     if not hasattr(state, "wait_for_gradient_reduction"):  # before torch 2.15
         state._root_post_backward_final_callback()
         return
@@ -206,10 +205,9 @@ def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter
 # --- Gathered parameters ----------------------------------------------------------------------------------------------
 
 
-def set_background_gathers(units: Iterable[FSDPModule], is_on: bool) -> None:
-    """Set whether all-gathers of ``units`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    for group in groups_of(units):
-        overwrite(group, "unshard_async_op", is_on)
+def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
+    root._set_unshard_async_op(is_on)
 
 
 def watch_unit(
@@ -295,7 +293,7 @@ class Unit:
         is_available = (
             self.is_retained
             and not self.is_pending
-            and all(map(_IS_SHARDED, self.groups))
+            and not self.is_gathered
             and all(map(_has_memory, self.groups))
         )
         self.is_retained = False
@@ -309,9 +307,7 @@ class Unit:
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
         if self.is_retained:
-            self.is_retained = False
-            for param in self.params:
-                param.free_unsharded_param()
+            self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()
@@ -400,6 +396,5 @@ def own_slice(param: FSDPParam) -> Tensor:
     whole = local_tensor(param.unsharded_param)
     dim = param.fsdp_placement.dim
     # All ranks but the last have full chunks; the last ones may have none.
-    size = param.padded_sharded_param_size[dim]
-    start = min(getattr(param.mesh_info, "shard_mesh_rank", 0) * size, whole.size(dim))
-    return whole.narrow(dim, start, min(size, whole.size(dim) - start))
+    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+    return whole.narrow(dim, min(start, whole.size(dim)), param.sharded_size[dim])

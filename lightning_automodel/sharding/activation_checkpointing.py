@@ -175,12 +175,12 @@ def compile_blocks(
     is_automatic: bool,
     patches: PatchStack,
 ) -> list[str]:
-    """Compile the blocks that ``compile``, which is ``asked``, means; return their names."""
+    """Compile the blocks that ``compile``, which is ``asked``, means, unless they are; return their names."""
     if asked is False:
         return []
     blocks = plan_sharding(module, policy, is_automatic).units
-    _names(module, blocks, f"compile={asked!r}")
-    chosen = [block for block in blocks if not is_compiled(block)]
-    for block in chosen:
-        compile_in_place(block, patches, **(asked if isinstance(asked, dict) else {}))
-    return described(module, chosen)
+    names = _names(module, blocks, f"compile={asked!r}")
+    for block in blocks:
+        if not is_compiled(block):
+            compile_in_place(block, patches, **(asked if isinstance(asked, dict) else {}))
+    return names

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +18,6 @@ from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
-from lightning_automodel.sharding.buffers import SharedBuffers
 
 _SEVERAL_BACKWARDS = (
     "A parameter gets gradients of several backwards within one backward of the strategy, as a hook computes"
@@ -45,7 +43,7 @@ class DDPEngine(Engine):
     ``give_values`` initialises tensors without values.
     """
 
-    _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
+    shares_buffers = False  # unless it trains, and its user wants that
 
     def __init__(
         self,
@@ -55,8 +53,8 @@ class DDPEngine(Engine):
         fitting: bool,
         give_values: Callable[[], None],
     ) -> None:
-        super().__init__()
-        self._mesh = placement.mesh
+        mesh = placement.mesh
+        super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
         self._padding_hooks = ExitStack()
         kwargs = options.ddp_kwargs or {}
         give_values()
@@ -68,13 +66,13 @@ class DDPEngine(Engine):
             )
         self.model = module
         if not fitting:
-            apply.broadcast_states(module, self._mesh)
+            apply.broadcast_states(module, mesh)
             return
         if quantized.check_replicable(parameters):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
-            apply.broadcast_states(module, self._mesh)
+            apply.broadcast_states(module, mesh)
             kwargs = {**kwargs, "init_sync": False}
-        ddp = self._ddp = self._replicate(module, placement.device, kwargs)
+        ddp = self._ddp = DistributedDataParallel(module, process_group=mesh.group, **kwargs)
         # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
         self._is_manual = not module.automatic_optimization
         ddp.require_backward_grad_sync = not self._is_manual
@@ -87,24 +85,9 @@ class DDPEngine(Engine):
         # DDP never reduces others, which were frozen at its set-up.
         self._trainable_at_setup = {p for p in parameters.values() if p.requires_grad}
         self.track(self._trainable_at_setup)
-        if ddp.forward_sync_buffers:
-            # Else DDP would broadcast them, without knowing where windows begin: not every forward is
-            # its own.
-            ddp.forward_sync_buffers = False
-            self._buffers = SharedBuffers(
-                module, self._mesh.group, placement.device, ddp.parameters_to_ignore
-            )
-
-    def _replicate(
-        self, module: pl.LightningModule, device: torch.device, kwargs: dict[str, Any]
-    ) -> DistributedDataParallel:
-        if device.type == "cpu":
-            device_ids = None
-        else:
-            device_ids = [device.index]
-        return DistributedDataParallel(
-            module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
-        )
+        # DDP does not know where windows begin: not every forward is its own.
+        self.shares_buffers = ddp.forward_sync_buffers
+        ddp.forward_sync_buffers = False
 
     @override
     @contextmanager
@@ -122,8 +105,6 @@ class DDPEngine(Engine):
                 " since DDP learns the graph from one backward for each training_step, which synchronises:"
                 " leave it out."
             )
-        if not backward.window.trained <= self.tracked:
-            self.track(backward.window.trained)
         self._padding_hooks.close()  # if an exception has left some
         for parameter in self.tracked if backward.is_padding else ():
             if parameter.requires_grad:
@@ -132,11 +113,6 @@ class DDPEngine(Engine):
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
             self._ddp.require_backward_grad_sync = False
-
-    @override
-    def _note_foreign(self) -> None:
-        if self._mesh.sizes.divisor > 1:
-            self.unsynchronised.update(self.reached)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
@@ -148,7 +124,7 @@ class DDPEngine(Engine):
         self._padding_hooks.close()
         reached = set(self.reached)
         if self.ends_window and not ddp.static_graph:
-            if len(reached) < len(self.reached) and self._mesh.sizes.divisor > 1:
+            if len(reached) < len(self.reached) and self.group is not None:
                 raise RuntimeError(_SEVERAL_BACKWARDS)
             try:
                 torch_internals.check_ddp_backward_is_complete(ddp)
@@ -156,28 +132,14 @@ class DDPEngine(Engine):
                 raise RuntimeError(_INCOMPLETE) from error
         if not backward.ends:
             return reached
-        trained = backward.window.trained
-        unfrozen: list[nn.Parameter] = []
-        if not trained <= self._trainable_at_setup:
-            late = trained - self._trainable_at_setup
-            unfrozen = [parameter for parameter in backward.final if parameter in late]
-        if unfrozen and self._mesh.sizes.divisor > 1:
-            rescale_clip.average_gradients_(unfrozen, self._mesh.group)
+        unfrozen = [p for p in backward.final if p not in self._trainable_at_setup]
+        if unfrozen and self.group is not None:
+            rescale_clip.average_gradients_(unfrozen, self.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         backward.zero_filled = unfrozen
         if ddp.find_unused_parameters:
-            backward.zero_filled = [parameter for parameter in backward.final if parameter in trained]
+            backward.zero_filled = backward.final
         return reached
-
-    @override
-    def start_forward(self, batch: Any) -> None:
-        if self._buffers is not None:
-            self._buffers.start_forward(self.ends_window)
-
-    @override
-    def synchronize_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.synchronize()
 
 
 def _without_entries(gradient: Tensor) -> Tensor:

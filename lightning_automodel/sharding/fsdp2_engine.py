@@ -1,76 +1,401 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
+"""FSDP2: which micro-batch communicates what, in which order, and which parameters stay gathered.
 
-from collections.abc import Callable, Iterator
+A window is in one :class:`Phase`, and FSDP2 reduces gradients in one way:
+
+========================  ==================  =========================  =======================================
+what comes                phase after it      reductions after it        parameters that are gathered
+========================  ==================  =========================  =======================================
+:meth:`start_forward`     STEP                as before                  those of a whole step, and what was retained
+                                                                         and is current
+:meth:`resume_step`       STEP                as before                  those of a whole step
+a forward                 as before           as before                  stay for the window, or are freed
+:meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
+:meth:`begin`             STEP                all at the window's end,   shown again, or gathered anew
+                                              else as ``defer`` says
+:meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
+                                              end, else NONE
+:meth:`end_step`          HOOKS               as before                  freed
+:meth:`apart`             EVALUATION or       as before; after an error  freed before it, and after it
+                          REPLAY, then HOOKS  BY_FSDP2
+:meth:`release`           as before           as before                  freed, so that none is stale
+:meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
+:meth:`discard`           as before           BY_FSDP2, if all           as before
+                                              gradients are dropped
+:meth:`keep_gathered`     as before           as before                  a group's stay for each such step from now on
+requires_grad changes     as before           as before                  shown again, if they are gathered
+:meth:`close`             as at set-up        as at set-up               freed
+========================  ==================  =========================  =======================================
+
+(the methods of :class:`FSDP2Engine`). With ``retain_unsharded`` parameters are all-gathered in the first
+forward of a window only. Between two micro-batches the module shows its sharded parameters, while the
+memory of the unsharded ones is retained: others find an ordinary sharded module.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel.distributed.mesh import Placement
-from lightning_automodel.sharding import tensor_parallel
-from lightning_automodel.sharding.buffers import SharedBuffers
-from lightning_automodel.sharding.fsdp2_window import FSDP2Window
-from lightning_automodel.sharding.gathers import UnitCollectives, set_prefetch
+from lightning_automodel.distributed.collectives import Gathers
+from lightning_automodel.distributed.mesh import Placement, num_expert_ranks
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
+from lightning_automodel.gradients.window_records import BackwardPass
+from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.sharding.fsdp2_setup import set_prefetch
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
+from lightning_automodel.sharding.phases import Phase, PhasedEngine
+from lightning_automodel.sharding.shards import Shard
+from lightning_automodel.sharding.tensor_parallel import share_random_state
+from lightning_automodel.sharding.units import fsdp_roots, is_head
+from lightning_automodel.sharding.whole_copies import versions
+
+_NUM_COMPARISONS = 4
+"""How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
+
+PENALTY_ON_WEIGHTS = (
+    "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
+    " torch.enable_grad(), `p.grad += torch.autograd.grad(penalty(p), p)[0]`, where penalty(p) computes"
+    " with p as with a whole tensor. Or pass data_parallel='ddp'."
+)
+"""How a penalty on sharded weights is trained."""
+
+SECOND_DERIVATIVE = (
+    "A backward with create_graph=True in a hook, where FSDP2 frees the parameters that a second derivative would"
+    " read. Leave create_graph out if there is none. Or compute it in training_step, in a step of evaluation, or"
+    " under data_parallel='ddp'."
+)
+"""Why a hook computes first derivatives alone."""
+
+GRADIENTS_OF_EXPERTS = (
+    "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
+    " strategy's own backward. They hold the tokens of all ranks that exchange them, whereas those of other"
+    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient"
+    " of inputs or activations, call torch.autograd.grad(loss, inputs)."
+)
+"""Why a backward that is not the strategy's must not reach spread experts."""
 
 
-class FSDP2Engine(FSDP2Window):
+_STEP_ENDS = -1
+"""Told in place of the number of a unit."""
+
+_BACKWARD_ALONE = (
+    "A backward in a step of evaluation in which other ranks have no data left: FSDP2 would reduce gradients of"
+    " parameters with these ranks. For gradients of inputs or activations, call torch.autograd.grad(loss, inputs), or"
+    " give all ranks equally many batches."
+)
+"""Why a backward is refused whose reductions others do not join."""
+
+BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_scatter_unused_params=False)
+"""While no window is open, FSDP2 averages the gradients of every backward."""
+
+NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
+"""While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
+
+
+class FSDP2Engine(PhasedEngine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    To the windows of the base class it adds what surrounds them: the first batch, buffers, and evaluation.
-    ``report`` is what :func:`shard_module` has returned of ``module``. Creating one is a collective
-    over the tensor-parallel ranks.
+    Reductions happen inside the strategy's own backwards. Any other backward, such as
+    ``torch.autograd.grad`` in a training step or a callback, would reduce what an open window has deferred,
+    and leave it in ``.grad``.
+
+    FSDP2 matches the collectives of ranks by their order alone: where ranks use different units, each gets parameters
+    or gradients of another layer than it asks for, without an error if layers have one shape. So the order is noted.
+
+    In an evaluation step that a rank joins without data, the first rank with some, its leader, tells all ranks, over a
+    group of hosts, which unit it gathers next. No user code runs on the rank without data: nothing is logged, counted
+    or drawn at random there.
+
+    Attributes:
+        units: The FSDP units of the module, each with its gathered parameters.
+        phase: What runs.
+
+    Args:
+        module: Sharded by FSDP2, with parameters that are :class:`Shard`.
+        placement: Where this rank computes. Creating an engine is a collective over the tensor-parallel ranks.
+        report: What :func:`shard_module` has returned of the module.
     """
 
-    def __init__(self, module: pl.LightningModule, placement: Placement, report: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, placement: Placement, report: dict[str, Any]) -> None:
         mesh = placement.mesh
-        super().__init__(
-            module,
-            defer=report["defer_fsdp_grad_sync"],
-            retain_unsharded=not report["reshard_during_accumulation"],
-            group=mesh.group if mesh.sizes.divisor > 1 else None,
-            is_manual=not module.automatic_optimization,
-        )
-        self._module = module
-        self._mesh = mesh
-        self._device = placement.device
-        self._report = report
-        self._is_first_batch = True
-        self.discard()  # units that the user has sharded may hold gradients of earlier training
+        super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
+        self.phase = Phase.EVALUATION  # whose flags are those of set-up
+        self._reductions: fsdp2.Reductions | None = None
+        self.model = module
+        self._defer = report["defer_fsdp_grad_sync"]
+        self._retain_unsharded = not report["reshard_during_accumulation"]
+        self._num_comparisons_left = _NUM_COMPARISONS
+        self._host_group = placement.host_group
+        self._leader: int | None = None  # while it tells what it gathers
+        self._patches = PatchStack()
+        self.units: list[GatheredUnit] = []
+        for index, shown in enumerate(fsdp2.fsdp_units(module)):
+            unit = GatheredUnit(shown, self)
+            self.units.append(unit)
+            self._patches.callback(unit.close)
+            fsdp2.watch_unit(shown, partial(self._note, index), self.keep_gathered, self._patches)
+        # Units whose parameters stay gathered for the whole step.
+        self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
+        self._roots = fsdp_roots(module)
+        self._groups = [group for unit in self.units for group in unit.groups]
+        self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
+        by_unit = fsdp2.flags_of(self._groups, fsdp2.Resharding)
+        self._patches.callback(fsdp2.set_flags, dict(by_unit))
+        for unit in self._whole_step:
+            for group in unit.groups:
+                # A step may run backwards of its own, and go on with these.
+                by_unit[group] = by_unit[group]._replace(reshard_after_backward=False)
+        in_step = by_unit
+        if self._retain_unsharded:
+            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+            in_step = dict.fromkeys(by_unit, fsdp2.Resharding(False, None))
+        always = {group: fsdp2.Resharding(True, group.mesh_info) for group in by_unit}
+        self._resharding = {
+            Phase.HOOKS: always,
+            Phase.STEP: in_step,
+            Phase.BEFORE_BACKWARD: always,
+            Phase.EVALUATION: by_unit,
+            Phase.REPLAY: in_step,
+        }
+        self._shards = [param.sharded_param for unit in self.units for param in unit.params]
+        self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
+        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
+        self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
-        self._collectives = UnitCollectives(self, [u.module for u in self.units], placement.host_group)
-        tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
-        self._buffers = SharedBuffers(module, mesh.group, placement.device)
+        if report["prefetch"]:
+            self._patches.callback(set_prefetch, module, 0, in_background=False)
+        share_random_state(mesh.tensor_group, placement.device)
+        self.enter(Phase.HOOKS)
+        self.discard()  # units that the user has sharded may hold gradients of earlier training
+
+    def _reduce_as(self, reductions: fsdp2.Reductions) -> None:
+        if reductions != self._reductions:
+            fsdp2.set_flags(dict.fromkeys(self._groups, reductions))
+            self._reductions = reductions
+
+    def enter(self, phase: Phase) -> None:
+        """Let FSDP2 free gathered parameters as the phase says."""
+        if phase is not self.phase:
+            fsdp2.set_flags(self._resharding[phase])
+            self.phase = phase
+
+    def keep_gathered(self, group: Any) -> None:
+        """Keep the parameters of a group gathered in each step from now on: a second derivative reads them late.
+
+        Raises RuntimeError in hooks, after which nothing may stay gathered.
+        """
+        if self.phase in (Phase.HOOKS, Phase.BEFORE_BACKWARD):
+            raise RuntimeError(SECOND_DERIVATIVE)
+        self._resharding[self.phase][group] = fsdp2.Resharding(False, None)
+        fsdp2.set_flags(self._resharding[self.phase])
 
     @override
-    def start_forward(self, batch: Any) -> None:
-        if self._is_first_batch:
-            self._is_first_batch = False
-            if not self._module.automatic_optimization or self._mesh.sizes.expert > 1:
-                # Before backwards in the step that are not the strategy's, which are refused within a
-                # window, and wherever they reach spread experts.
-                self.track({p for p in self._module.parameters() if p.requires_grad})
-            if self._mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(
-                    batch, self._mesh.tensor_group, self._device, "tensor-parallel"
-                )
-        self._buffers.start_forward(self.ends_window)
-        self.start_step()
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """See the base class. Also notes whether autograd reaches the shard itself, past FSDP2."""
+        param = getattr(parameter, "fsdp_param", None)
+        if param is None:
+            super()._watch(parameter)
+            return
+        leaf = param.unsharded_param  # the same from the first all-gather on
+        leaf.requires_grad = True  # as the next all-gather sets it
+        super()._watch(leaf)
+        with plain_access():
+            if parameter in self._experts:
+                self._patches.callback(leaf.register_hook(self._check_gradient_of_experts).remove)
+            # FSDP2 writes gradients of shards itself, past their hooks.
+            self._patches.callback(parameter.register_hook(partial(self._note_bypass, parameter)).remove)
+
+    def _check_gradient_of_experts(self, _: Tensor) -> None:
+        if self.backward is None and self.phase is not Phase.REPLAY:
+            raise RuntimeError(GRADIENTS_OF_EXPERTS)
+
+    def _note_bypass(self, shard: Any, _: Tensor) -> None:
+        if self.backward is not None:
+            self.reached.append(shard)
 
     @override
-    def synchronize_buffers(self) -> None:
-        self._buffers.synchronize()
+    def start_forward(self) -> None:
+        """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
+        self.release(reuses_retained=True)
+        self.resume_step()
+        self._versions_at_start = versions(self._shards)
+
+    @override
+    def resume_step(self) -> None:
+        self.enter(Phase.STEP)
+
+    @override
+    def end_forward(self) -> None:
+        self._check_current()
+        self._show_shards(retained=True)
+        self.enter(Phase.BEFORE_BACKWARD)
+
+    @override
+    def end_step(self) -> None:
+        self._check_current()
+        self._show_shards(retained=False)
+
+    def _check_current(self) -> None:
+        for unit in self._whole_step:  # others are looked at when they are called
+            if unit.is_gathered:
+                unit.check_current()
+
+    @override
+    def keep(self, backward: BackwardPass) -> None:
+        """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
+        if backward.ends:
+            self._reduce_as(BY_FSDP2)
+        else:
+            self._reduce_as(NONE)
+        self._show_shards(retained=self._retain_unsharded and not backward.ends)
+
+    @contextmanager
+    def apart(self, phase: Phase) -> Iterator[None]:
+        """Context of what belongs to no window, which leaves no parameters gathered."""
+        self.release()
+        self.enter(phase)
+        try:
+            yield
+        except BaseException:
+            self.recover()  # a caller may go on, as BatchSizeFinder does when memory is short
+            raise
+        self.release()
+        self.enter(Phase.HOOKS)
+
+    def _show_shards(self, retained: bool) -> None:
+        """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
+        self.enter(Phase.HOOKS)
+        self._settle()
+        if self._num_comparisons_left > 0:
+            self._num_comparisons_left -= 1
+            for unit in self.units:
+                unit.check_uncounted_writes()
+        for unit in self.units:
+            if unit.is_gathered and retained:
+                unit.retain()
+            elif unit.is_gathered:
+                unit.free()
+
+    def _settle(self) -> None:
+        """Let shards follow what was done to their copies. Not a collective."""
+        for unit in self.units:
+            unit.settle()
+
+    @override
+    def release(self, reuses_retained: bool = False) -> None:
+        """Free what is gathered, so that nothing stale is used once weights are written.
+
+        Or show retained parameters again, unless the sharded ones were written since.
+        """
+        self._settle()
+        for unit in self.units:
+            is_reused = reuses_retained and unit.is_retained and unit.is_current and unit.show_retained()
+            if not is_reused:
+                unit.free()
+                unit.note_shards()
+
+    @override
+    def requires_grad_changed(self) -> None:
+        for unit in self.units:
+            if unit.is_gathered:  # a backward that is to come needs it
+                unit.show_gathered()
+            else:
+                unit.free()
+
+    @override
+    def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        freed: set[GatheredUnit] = set()  # by a hook's forward
+        self._settle()
+        is_written = versions(self._shards) != self._versions_at_start
+        if is_written:
+            self._check_current()  # the step itself may have written them
+        for unit in self.units:
+            if unit.is_retained and not unit.show_retained():
+                freed.add(unit)
+        self._written = []
+        if freed or is_written:
+            self._use_written_shards(freed)
+        reductions = fsdp2.Reductions(
+            reduce_grads=backward.ends or self._defer is not True,
+            all_reduce_grads=backward.ends or self._defer is False,
+            reduce_scatter_unused_params=True,
+        )
+        self.enter(Phase.STEP)
+        self._reduce_as(reductions)
+        if reductions.reduce_grads:
+            for group in self._groups:
+                fsdp2.zero_missing_gradients(group, backward.frozen)
+
+    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
+        """Note the shards that were written since their forward, and gather them anew: a backward follows.
+
+        The backward computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if
+        it reaches a shard that was written.
+        """
+        for unit in self.units:
+            written = unit.written_since_forward()
+            self._written += written
+            if unit in freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
+
+    @override
+    def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
+        """See the base class. Raises if the backward bypassed FSDP2, or reached shards that were written before it."""
+        reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
+        bypassed = [leaf.parameter_name for leaf in self.reached if isinstance(leaf, Shard)]
+        if bypassed:
+            raise RuntimeError(
+                f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters that FSDP2 shards got a"
+                " gradient that it does not reduce, since training_step uses them outside of their unit's"
+                " forward. A step that takes a state dict uses shards after it: take it in a hook. Code that"
+                " calls only modules in a unit does that: call the unit itself"
+                " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of"
+                f" what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that"
+                " differentiates by module.parameters(), as adjoint methods do, pass"
+                " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
+                " is gathered during all of training_step."
+            )
+        for shard in self._written:
+            if shard in reached:
+                raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
+        if not backward.ends:
+            return reached
+        for root in self._roots:
+            fsdp2.reduce_deferred_gradients(root)
+        plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
+        if plain and self.group is not None:
+            rescale_clip.average_gradients_(plain, self.group)
+        if self._experts:
+            rescale_clip.share_experts_gradients_([p for p in backward.final if p in self._experts])
+        backward.zero_filled = backward.final
+        return reached
 
     @override
     @contextmanager
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
-        with self.evaluating(), self._collectives.step(find_leader()):
-            yield
+        """See the base class. A collective if there is a leader; RuntimeError if it gathers other units."""
+        with self.apart(Phase.EVALUATION):
+            self._leader = find_leader()
+            try:
+                yield
+                self._note(_STEP_ENDS)
+            finally:
+                self._leader = None
 
     @override
     def join_evaluation(self, leader: int) -> None:
-        if self._mesh.sizes.expert > 1:
+        if self._experts:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
                 " their forwards, which send tokens to the experts that it holds (expert_parallel_size >"
@@ -78,18 +403,78 @@ class FSDP2Engine(FSDP2Window):
                 " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
                 " DistributedSampler with drop_last=True."
             )
-        with self.evaluating():
-            self._collectives.join(leader)
+        with self.apart(Phase.EVALUATION):
+            while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
+                unit = self.units[index].module
+                unit.unshard()
+                unit.reshard()
+            self._note(_STEP_ENDS)
+
+    def _note(self, index: int, *reduced: int) -> None:
+        """Note what begins: a unit's all-gather, or the reduction of some of its parameters; or that a step ends."""
+        if self.phase is Phase.HOOKS:
+            Gathers.check()
+        elif self._leader is not None:
+            if reduced:
+                raise RuntimeError(_BACKWARD_ALONE)
+            if self._told(self._leader, index) != index:
+                raise RuntimeError(DIFFERENT_UNITS)
+        self.collectives = hash((self.collectives, index, *reduced))
+
+    def _told(self, leader: int, own: int) -> int:
+        """What the leader tells, which this rank tells if it is the leader. A collective over the hosts."""
+        told = torch.tensor(own, device="cpu")
+        dist.broadcast(told, leader, self._host_group)
+        return int(told)
+
+    @override
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        with self.apart(Phase.REPLAY), super().replaying():
+            yield
+
+    @override
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
+        wanted = None if parameters is None else set(parameters)
+        for group in self._groups:
+            owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
+            if not owned:
+                continue
+            if fsdp2.holds_partial_reduction(group) and any(
+                p not in owned and p.sharded_param in self.tracked for p in group.fsdp_params
+            ):
+                raise RuntimeError(
+                    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
+                    " the middle of a window whose replicas have not been added up:"
+                    " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
+                )
+            fsdp2.clear_unreduced_gradients(group, owned)
+        if wanted is None:
+            self._reduce_as(BY_FSDP2)
 
     @override
     def close(self) -> None:
+        """Reshard the model, remove the hooks, and restore the flags of set-up."""
         try:
-            super().close()
+            self.release()  # raises where a write is lost
         finally:
-            self._collectives.close()
-            if self._report["prefetch"]:
-                set_prefetch(self._module, 0, in_background=False)
+            self._patches.restore()
+            super().close()
 
     @override
-    def describe(self) -> dict[str, Any]:
-        return dict(self._report)
+    def recover(self) -> None:
+        """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
+        self.collectives = 0  # ranks may have failed in different places
+        # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
+        gradients = [(shard, shard.grad) for shard in self._shards]
+        for unit in self.units:
+            unit.forget_writes()
+            unit.forget_background_gather()
+        for root in self._roots:
+            root.reset_iter_state()
+        self.release()
+        self.enter(Phase.HOOKS)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self.discard()

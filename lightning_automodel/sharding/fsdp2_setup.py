@@ -1,7 +1,7 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import nn
@@ -9,10 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import Placement
-from lightning_automodel.internals.fsdp2 import fsdp_units
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, tensor_parallel, units
-from lightning_automodel.sharding.gathers import set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
 
 
@@ -43,7 +42,7 @@ def shard_module(
         if plan is not None:
             apply.apply_fsdp2(module, plan, mesh, options, policy)
     give_values()
-    sharded = fsdp_units(module)
+    sharded = fsdp2.fsdp_units(module)
     parameters = dict(module.named_parameters())
     apply.initialise_fsdp2(module, sharded, parameters, mesh.sizes.divisor)
     shard_parameters(sharded, parameters, accept_hooks=options.count_window_ahead)
@@ -71,15 +70,31 @@ def _report_on_units(
     module: pl.LightningModule, sharded: list[Any], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
     """What is said of the ``sharded`` FSDP2 units, whoever has made them, and of parameters that stay whole."""
+    names = dict(zip(sharded, units.described(module, sharded), strict=True))
     roots = units.fsdp_roots(module)
-    described: dict[str, list[str]] = {"roots": [], "units": [], "head": []}
-    for unit, name in zip(sharded, units.described(module, sharded), strict=True):
-        if unit in roots:
-            kind = "roots"
-        elif units.is_head(unit):
-            kind = "head"
-        else:
-            kind = "units"
-        described[kind].append(name)
-    replicated = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-    return {**described, "replicated": replicated}
+    heads = list(filter(units.is_head, sharded))
+    return {
+        "roots": [names[unit] for unit in roots],
+        "units": [name for unit, name in names.items() if unit not in roots and unit not in heads],
+        "head": [names[unit] for unit in heads],
+        "replicated": [name for name, p in parameters.items() if not isinstance(p, DTensor)],
+    }
+
+
+def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
+    """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
+
+    0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the
+    arguments. If units run in another order than they are registered in, memory is wasted, but no rank
+    hangs.
+    """
+    for root in units.fsdp_roots(model):
+        fsdp2.set_background_gathers(root, in_background)
+        forward = fsdp2.fsdp_units(cast(nn.Module, root))
+        backward = [root, *reversed(forward[1:])]
+        for index in range(len(forward)):
+            following = slice(index + 1, index + 1 + num_ahead)
+            forward[index].set_modules_to_forward_prefetch(forward[following])
+            # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
+            gathered_ahead = backward[following] if num_ahead > 1 else []
+            backward[index].set_modules_to_backward_prefetch(gathered_ahead)

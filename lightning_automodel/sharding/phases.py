@@ -1,7 +1,6 @@
 """The phases of a run under FSDP2."""
 
 from enum import Enum, auto
-from typing import Any
 
 from lightning_automodel.gradients.engine import Engine
 
@@ -13,12 +12,10 @@ class Phase(Enum):
     STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
     BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
     EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+    REPLAY = auto()  # as STEP, with a backward that is not the strategy's
 
 
 class PhasedEngine(Engine):
     """An engine that is in a phase."""
 
     phase: Phase
-
-    def keep_gathered(self, group: Any) -> None:
-        """Keep the parameters of a group gathered in each step from now on: a second derivative reads them late."""

@@ -84,18 +84,19 @@ def plan_sharding(
             large = [layer for layer in linear if layer.in_features * layer.out_features >= HEAD_ELEMENTS]
     found = [unit for unit in found if unit not in roots]
     places = _places(model, roots, {*found, *large})
-    apart = _apart(places)
+    shared = {unit for ways in places.values() if len(ways) > 1 for _, unit in ways}
     whole = _stay_whole(modules, named, places, precision)
     # In the root's group its gradient, which is the first that a backward computes, would be reduced with the
     # last, that of the embedding: after the whole backward, which then hides neither of them.
     heads = [
         layer
         for layer in large
-        if layer not in found and layer in apart and whole.isdisjoint(layer.parameters())
+        if layer not in found
+        and all(p not in whole and places[p] == {(model, layer)} for p in layer.parameters())
     ]
     return ShardingPlan(
         roots,
-        units=[unit for unit in found if unit in apart],
+        units=[unit for unit in found if unit not in shared],
         replicated={name for name, parameter in named.items() if parameter in whole},
         head=heads[0] if len(heads) == 1 else None,
     )
@@ -119,12 +120,6 @@ def _places(
 
     visit(model, None, None)
     return places
-
-
-def _apart(places: Mapping[nn.Parameter, set[_Place]]) -> set[nn.Module | None]:
-    """The units whose parameters are reached in one way, through them."""
-    found = {unit for ways in places.values() for _, unit in ways}
-    return found - {unit for ways in places.values() if len(ways) > 1 for _, unit in ways}
 
 
 def _stay_whole(

@@ -141,7 +141,7 @@ class LockStep(Recorder):
         if self.run is None:
             rescale_clip.list_parameters(self.module)  # which are the shards afterwards
         else:
-            self.run.engine.stepped()
+            self.run.engine.release()
         return has_changed
 
     @contextmanager
@@ -191,7 +191,6 @@ class LockStep(Recorder):
                 parameter.grad = None
             if self.run is not None:
                 patches.set(self.run.windows, "toggled", None)
-                patches.callback(self.run.engine.release)
                 patches.enter_context(self.run.engine.replaying())
             patches.enter_context(self._together())
             self._step()

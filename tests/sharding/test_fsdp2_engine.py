@@ -1,4 +1,4 @@
-"""FSDP2Window in a plain loop: optimizers of one unit, one of which is zeroed in the middle of a window.
+"""FSDP2Engine in a plain loop: optimizers of one unit, one of which is zeroed in the middle of a window.
 
 Abandoned windows: tests/gradients/test_abandoned_windows.py. Parameters that a window keeps gathered:
 tests/sharding/test_written_weights.py, and tests/trainer/test_communication.py, which counts the gathers.
@@ -6,6 +6,7 @@ tests/sharding/test_written_weights.py, and tests/trainer/test_communication.py,
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_automodel.distributed.mesh import MeshSizes, Placement, build_mesh
 from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.sharding.apply import initialise_fsdp2
-from lightning_automodel.sharding.fsdp2_window import FSDP2Window
+from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.shards import shard_parameters
 from lightning_automodel.sharding.sync_context import Deferral
 from tests.gradients.ragged import TOLERANCE, Holder, Net, error, micro_batch
@@ -25,15 +27,15 @@ from tests.rank_pool import RankError, RankPool
 COUNT = 4  # rows of a micro-batch
 
 
-def _micro_batch(sync: FSDP2Window, model: Holder, shards: set[Tensor], step: int, is_last: bool) -> None:
+def _micro_batch(sync: FSDP2Engine, model: Holder, shards: set[Tensor], step: int, is_last: bool) -> None:
     """What a strategy does for one of them."""
     features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
     with sync.micro_batch(ends_window=is_last):
-        sync.reuse_retained()
-        sync.resume_step()
+        sync.start_forward()
         loss = model.inner["net"](features).square().sum()
         window = Window(None, [], None, torch.zeros(3), trained=shards)
-        backward = BackwardPass(window, is_last, False, [], set(), [])
+        backward = BackwardPass(window, is_last, False, [], set(), set(), [])
+        sync.track(shards)
         sync.backward = backward
         sync.begin(backward, loss)
         loss.backward()
@@ -50,7 +52,12 @@ def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     initialise_fsdp2(model, sharded, parameters, dist.get_world_size())
     shard_parameters(sharded, parameters, accept_hooks=False)
-    sync = FSDP2Window(model, defer, False)
+    num_replicas = 2 if layout == "hybrid" else 1
+    sizes = MeshSizes(num_replicas, dist.get_world_size() // num_replicas)
+    mesh = build_mesh("cpu", sizes, timedelta(minutes=1))
+    placement = Placement(mesh, torch.device("cpu"), 1, dist.group.WORLD)
+    report = {"defer_fsdp_grad_sync": defer, "reshard_during_accumulation": True, "prefetch": 0}
+    sync = FSDP2Engine(model, placement, report)
     net: Any = model.inner["net"]
     shards: set[Tensor] = set(model.parameters())
     _micro_batch(sync, model, shards, 0, is_last=False)
