@@ -149,10 +149,10 @@ def reduced(call: Call) -> Any:
         raise NeedsWholes
     is_list = not isinstance(call.args[0], Tensor)
     tensors = call.args[0] if is_list else [call.args[0]]
-    if any(
-        not tensor.is_floating_point() or is_recorded(tensor) or isinstance(tensor, View)
-        for tensor in tensors
-    ):
+    is_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+    if not is_alike or not tensors[0].is_floating_point():
+        raise NeedsWholes
+    if any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors):
         raise NeedsWholes
     parts = list(map(local_tensor, tensors))
     dtype = wide_dtype(tensors[0].device)
@@ -161,5 +161,5 @@ def reduced(call: Call) -> Any:
     else:
         squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square()
         sums = add_up(squares, tensors, call.name).sqrt()
-    numbers = [number.to(tensor.dtype) for number, tensor in zip(sums, tensors, strict=True)]
-    return numbers if is_list else numbers[0]
+    numbers = sums.to(tensors[0].dtype).unbind()  # one kernel for all
+    return list(numbers) if is_list else numbers[0]
