@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD, plain_access
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -144,19 +144,19 @@ def _is_unreduced(param: FSDPParam) -> bool:
     return leaf is not None and GRAD.__get__(leaf) is not None
 
 
-def reduce_deferred_gradients(root: FSDPModule) -> None:
-    """Reduce the deferred gradients at or below ``root``, if any, by the current flags.
+def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
+    """Reduce the deferred gradients of ``groups``, if any, by their current flags.
 
-    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
+    These are the groups at or below ``root``. A collective if there are any such gradients: the last
+    backward, in which FSDP2 reduces, did not pass through ``root``.
     """
-    state = root._get_fsdp_state()
     pending = []
-    for below in state._state_ctx.all_states:
-        for group in below._fsdp_param_groups:
-            if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
-                pending.append(group)
+    for group in groups:
+        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
+            pending.append(group)
     if not pending:
         return
+    state = root._get_fsdp_state()
     if not hasattr(state, "wait_for_gradient_reduction"):  # before torch 2.15
         state._root_post_backward_final_callback()
         return
@@ -205,9 +205,10 @@ def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter
 # --- Gathered parameters ----------------------------------------------------------------------------------------------
 
 
-def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
-    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    root._set_unshard_async_op(is_on)
+def set_background_gathers(units: Iterable[FSDPModule], is_on: bool) -> None:
+    """Set whether all-gathers of ``units`` are asynchronous: on a CPU, synchronous ones block the thread."""
+    for group in groups_of(units):
+        overwrite(group, "unshard_async_op", is_on)
 
 
 def watch_unit(

@@ -145,7 +145,8 @@ class FSDP2Engine(PhasedEngine):
             fsdp2.watch_unit(shown, partial(self._note, index), self.keep_gathered, self._patches)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
-        self._roots = fsdp_roots(module)
+        roots: list[Any] = fsdp_roots(module)
+        self._roots = {root: fsdp2.groups_of(fsdp2.fsdp_units(root)) for root in roots}
         self._groups = [group for unit in self.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
         by_unit = fsdp2.flags_of(self._groups, fsdp2.Resharding)
@@ -371,8 +372,8 @@ class FSDP2Engine(PhasedEngine):
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
         if not backward.ends:
             return reached
-        for root in self._roots:
-            fsdp2.reduce_deferred_gradients(root)
+        for root, groups in self._roots.items():
+            fsdp2.reduce_deferred_gradients(root, groups)
         plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
         if plain and self.group is not None:
             rescale_clip.average_gradients_(plain, self.group)

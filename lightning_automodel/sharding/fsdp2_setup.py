@@ -89,8 +89,8 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     hangs.
     """
     for root in units.fsdp_roots(model):
-        fsdp2.set_background_gathers(root, in_background)
         forward = fsdp2.fsdp_units(cast(nn.Module, root))
+        fsdp2.set_background_gathers(forward, in_background)
         backward = [root, *reversed(forward[1:])]
         for index in range(len(forward)):
             following = slice(index + 1, index + 1 + num_ahead)

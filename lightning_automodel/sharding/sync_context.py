@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,4 +64,5 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
                 fsdp2.zero_missing_gradients(group)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
-            fsdp2.reduce_deferred_gradients(root)
+            units = fsdp2.fsdp_units(cast(nn.Module, root))
+            fsdp2.reduce_deferred_gradients(root, fsdp2.groups_of(units))
