@@ -45,7 +45,7 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.fsdp2_setup import shard_module
-from lightning_automodel.sharding.replaced import ModuleParameters
+from lightning_automodel.sharding.replaced import ModuleParameters, check_foreign_shards
 from lightning_automodel.sharding.replicas import check_replicas
 
 
@@ -127,6 +127,7 @@ class TrainingRun:
         self.move_to_device()
         precision.convert_metrics(self.plugin, module)
         parameters = dict(module.named_parameters())
+        check_foreign_shards(module, parameters)
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)

@@ -52,6 +52,7 @@ from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
+from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import share_random_state
@@ -67,13 +68,6 @@ PENALTY_ON_WEIGHTS = (
     " with p as with a whole tensor. Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
-
-SECOND_DERIVATIVE = (
-    "A backward with create_graph=True in a hook, where FSDP2 frees the parameters that a second derivative would"
-    " read. Leave create_graph out if there is none. Or compute it in training_step, in a step of evaluation, or"
-    " under data_parallel='ddp'."
-)
-"""Why a hook computes first derivatives alone."""
 
 GRADIENTS_OF_EXPERTS = (
     "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
@@ -164,7 +158,7 @@ class FSDP2Engine(PhasedEngine):
             Phase.HOOKS: always,
             Phase.STEP: in_step,
             Phase.BEFORE_BACKWARD: always,
-            Phase.EVALUATION: by_unit,
+            Phase.EVALUATION: in_step,
             Phase.REPLAY: in_step,
         }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]

@@ -22,6 +22,13 @@ WRITTEN_TWICE = (
 )
 """Why a shard must not be written while a step computes with its copy."""
 
+SECOND_DERIVATIVE = (
+    "A backward with create_graph=True in a hook, or after a fit, where FSDP2 frees the parameters that a second"
+    " derivative would read. Leave create_graph out if there is none. Or compute it in training_step, in a step of"
+    " evaluation, or under data_parallel='ddp'."
+)
+"""Why only first derivatives are computed there."""
+
 
 def _get_data(gathered: Any) -> Tensor:
     view: Tensor = gathered.alias.detach()

@@ -11,7 +11,7 @@ class Phase(Enum):
     HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
     STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
     BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
-    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
+    EVALUATION = auto()  # as STEP, without a backward of the strategy's
     REPLAY = auto()  # as STEP, with a backward that is not the strategy's
 
 

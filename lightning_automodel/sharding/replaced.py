@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access, tree_map_only
 from lightning_automodel.sharding.units import class_name
@@ -35,6 +36,23 @@ class Replaced(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.parameter_name}, which a shard has replaced>"
+
+
+def check_foreign_shards(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if ``module`` has ``parameters`` that were sharded as a part of another module."""
+    groups = fsdp2.groups_of(fsdp2.fsdp_units(module))
+    own = {param.sharded_param for group in groups for param in group.fsdp_params}
+    foreign = [
+        name
+        for name, parameter in parameters.items()
+        if hasattr(parameter, "fsdp_param") and parameter not in own
+    ]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign[:_NUM_NAMED])}: {len(foreign)} parameters that an earlier run has sharded as a part of"
+            " another module, which gathers them. Give this one the whole of that module, or build its layers anew and"
+            " load their values on all ranks: new.load_state_dict(old.state_dict())."
+        )
 
 
 class ModuleParameters:

@@ -37,9 +37,8 @@ from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_li
 from lightning_automodel.sharding.whole_copies import AUGMENTED, Call, count_writes, gather, on_wholes
 
 SAVE_WHOLE = (
-    "gather it on all ranks, and let one of them write it:"
-    " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
-    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
+    "gather it on all ranks, and let one of them write it: state = {name: w.full_tensor() if hasattr(w, 'full_tensor')"
+    " else w for name, w in module.state_dict().items()}, then `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
     " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
 )
 """How to write sharded weights that other programs read."""
@@ -234,6 +233,10 @@ def _grad(call: Call) -> Any:
     """
     outputs, inputs = call.args
     copies = _gathered(inputs)
+    for tensor, copied in zip(inputs, copies, strict=True):
+        has_run = copied is tensor or hasattr(copied, "engine")
+        if call.kwargs["create_graph"] and not has_run:
+            raise RuntimeError(gathered_tensor.SECOND_DERIVATIVE)
     found = call.function(outputs, [*inputs, *copies], **{**call.kwargs, "allow_unused": True})
     may_be_unused = call.kwargs["allow_unused"] or call.kwargs["materialize_grads"]
     gradients: list[Any] = []

@@ -250,6 +250,9 @@ class View(Tensor):
         with plain_access():
             return on_wholes(Call(function, args, kwargs or {}))
 
+    def __format__(self, spec: str) -> str:
+        return format(self.clone(), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
 

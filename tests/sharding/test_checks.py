@@ -159,7 +159,7 @@ REFUSED = {
     "too-large": refused(
         TooLarge, "parameters stay gathered and gradients unsharded until a window ends", {}
     ),
-    "penalty-in-a-hook": refused(PenaltyInHook, "A backward with create_graph=True in a hook, where", {}),
+    "penalty-in-a-hook": refused(PenaltyInHook, "A backward with create_graph=True in a hook, or", {}),
     "copies-itself": refused(
         CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make", {}
     ),
