@@ -64,6 +64,11 @@ def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
     )
 
 
+def count_labels(batch: Batch) -> int:
+    """Positions that have a label."""
+    return int((batch["labels"] != -100).sum())
+
+
 class LabelledModule(LightningModule):
     """Returns the bare mean loss; the strategy counts the labels."""
 
@@ -122,6 +127,11 @@ def loader(case: Case = CASE) -> DataLoader:
     return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
 
 
+def shares(counts: Iterable[int], case: Case = CASE) -> list[list[Batch]]:
+    """The first micro-batches of each data-parallel rank, as many as it has."""
+    return [batches[:count] for batches, count in zip(micro_batches(case), counts, strict=True)]
+
+
 def fit_weights(
     make_module: Callable[[], Any], options: dict[str, Any], case: Case = CASE, **settings: Any
 ) -> dict[str, Tensor]:
@@ -145,7 +155,7 @@ def train_plainly(
         optimizer.zero_grad()
         for window in step if isinstance(step[0], list) else [step]:
             batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]  # type: ignore[union-attr]
-            num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+            num_label_tokens = sum(map(count_labels, batches))
             loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(
                 num_label_tokens, 1
             )
