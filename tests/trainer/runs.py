@@ -122,9 +122,9 @@ def warnings_of(part: str, call: Callable[..., Any], *args: Any) -> list[str]:
     return [str(each.message) for each in caught if part in str(each.message)]
 
 
-def loader(case: Case = CASE) -> DataLoader:
-    """This rank's micro-batches of an epoch."""
-    return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
+def loader(case: Case = CASE, peers: int = 1) -> DataLoader:
+    """This rank's micro-batches of an epoch; ``peers`` neighbours share each of them."""
+    return DataLoader(micro_batches(case)[dist.get_rank() // peers], batch_size=None)
 
 
 def shares(counts: Iterable[int], case: Case = CASE) -> list[list[Batch]]:
