@@ -9,17 +9,28 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.runs import CASE, LabelledModule, ManualModule, count_labels, make_trainer, shares
-from tests.trainer.test_lightning_callbacks import Recorder
 
 STEP_COUNTS = (8, 5)  # batches of each rank; the rest are fillers
 ACCUMULATE = 3
 WINDOWS = [range(0, 3), range(3, 6), range(6, 8)]
+
+
+class Recorder(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append(dict(metrics))
 
 
 class Halves(LabelledModule):
