@@ -113,6 +113,34 @@ def partly_detached(module: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss + loss.detach() / 2
 
 
+def of_graphs(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A batch with nothing that could be counted: tensors have other numbers of rows, and labels another name."""
+    return F.cross_entropy(module.net(batch["nodes"]), batch["kinds"])
+
+
+def hidden(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The graph does not tell what it divides by."""
+    return of_graphs(module, batch).exp().log()
+
+
+def clipped_backward(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Not linear, so that it sees something else in each micro-batch than in one batch."""
+    logits = module.net(batch["input_ids"])
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient / gradient.norm())
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def scaled_sum(module: Any, batch: dict[str, Tensor], penalises: bool = False) -> Tensor:
+    """A sum by a constant, to which some micro-batches may add another sum."""
+    logits = module.net(batch["input_ids"]).transpose(1, 2)
+    used = batch["labels"] != -100
+    total = (F.cross_entropy(logits, batch["labels"], reduction="none") * used).sum()
+    if penalises and batch["labels"].sum() % 2 == 0:
+        total = total + (logits.square().sum(1) * used).sum()
+    return total / 100
+
+
 class Named(Tensor):
     """As torchvision's tensors, whose operations make others of their class."""
 
@@ -296,31 +324,6 @@ class Hooked(Writer):
         for parameter in self.net.embedding.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
-
-
-class ClippingBackward(Writer):
-    """Not linear, so that it sees something else in each micro-batch than in one batch."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.net(batch["input_ids"])
-        if logits.requires_grad:
-            logits.register_hook(lambda gradient: gradient / gradient.norm())
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-class Graphs(Writer):
-    """A batch with nothing that could be counted: tensors have other numbers of rows, and labels another name.
-
-    If the loss ``hides``, its graph does not tell what it divides by.
-    """
-
-    def __init__(self, hides: bool = False) -> None:
-        super().__init__()
-        self.hides = hides
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        loss = F.cross_entropy(self.net(batch["nodes"]), batch["kinds"])
-        return loss.exp().log() if self.hides else loss
 
 
 class OfAllRanks(Classifier):
@@ -590,27 +593,6 @@ class Within(Writer):
         self.net.layers[0].forward = failing  # type: ignore[method-assign]
 
 
-class ScaledSum(Writer):
-    """A sum by a constant."""
-
-    penalises = False
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.net(batch["input_ids"]).transpose(1, 2)
-        losses = F.cross_entropy(logits, batch["labels"], reduction="none")
-        used = batch["labels"] != -100
-        total = (losses * used).sum()
-        if self.penalises and batch["labels"].sum() % 2 == 0:
-            total = total + (logits.square().sum(1) * used).sum()
-        return total / 100
-
-
-class PenalisedSum(ScaledSum):
-    """Some micro-batches add another sum, by the same constant."""
-
-    penalises = True
-
-
 def manual(trainings: dict[str, Training]) -> dict[str, Training]:
     """Without windows of the Trainer's, and two checked, or four of two optimizers."""
     return {
@@ -665,7 +647,9 @@ TRAININGS: dict[str, Training] = {
         data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
     ),
     "a hook": unchecked(Hooked, "net.head.weight has a hook", strategy="ddp"),
-    "a backward that clips": unchecked(ClippingBackward, "a hook of the backward that is not linear"),
+    "a backward that clips": unchecked(
+        partial(Writer, clipped_backward), "a hook of the backward that is not linear"
+    ),
     "contrastive": Training(partial(Classifier, contrastive), **OF_IMAGES),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
     "states": Training(Remembering, EACH),
@@ -702,12 +686,14 @@ TRAININGS: dict[str, Training] = {
         partial(Writer, means_of_rows), "If it is a mean over rows, count='samples' is right"
     ),
     "a sum by a constant, counted by labels": wrong(
-        ScaledSum, "The loss divides by 100 in every micro-batch"
+        partial(Writer, scaled_sum), "The loss divides by 100 in every micro-batch"
     ),
     "a sum by a constant, told": Training(
-        ScaledSum, "agrees with the loss", options={"loss_reduction": "sum"}
+        partial(Writer, scaled_sum), "agrees with the loss", options={"loss_reduction": "sum"}
     ),
-    "sums with other parts": Training(PenalisedSum, OTHER_PARTS, options={"loss_reduction": "sum"}),
+    "sums with other parts": Training(
+        partial(Writer, partial(scaled_sum, penalises=True)), OTHER_PARTS, options={"loss_reduction": "sum"}
+    ),
     "max_norm": wrong(
         lambda: Writer(max_norm=0.5),
         "Ranks hold different weights",
@@ -717,9 +703,12 @@ TRAININGS: dict[str, Training] = {
     # What nothing can be said of.
     "slices, random numbers": Training(lambda: Attending(dropout=0.2), **OF_SLICES),
     "synchronised metric": unchecked(OfAllRanks, DIFFER, strategy="ddp", **OF_IMAGES),
-    "no count": unchecked(lambda: Graphs(hides=True), "no count was given", graphs, "lightning"),
+    "no count": unchecked(partial(Writer, hidden), "no count was given", graphs, "lightning"),
     "counted by the loss": wrong(
-        Graphs, f"{WEIGH} 16.7 % to 33.3 % is right, their share of the loss terms", graphs, "lightning"
+        partial(Writer, of_graphs),
+        f"{WEIGH} 16.7 % to 33.3 % is right, their share of the loss terms",
+        graphs,
+        "lightning",
     ),
     "gathering": wrong(
         partial(Classifier, gathered), "The loss of Classifier is gathered from all ranks", **OF_IMAGES

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,14 +29,14 @@ from tests.callbacks.exactness import (
     WORDS,
     Attending,
     Training,
+    Within,
     Writer,
     bits_of,
     run,
     sentences,
     verdict_of,
 )
-from tests.processes import run_anew
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT
 
 
@@ -170,31 +168,16 @@ def test_raises(pool2: RankPool) -> None:
     assert "Micro-batches weigh 25 % in the gradients, where" in first
 
 
-RAISES_WITHIN = """
-import lightning as L
-from torch import nn
-from torch.utils.data import DataLoader
-from lightning_automodel import AutomodelStrategy, ExactnessCheck
-from tests.callbacks.exactness import Within, sentences
-
-strategy = AutomodelStrategy(auto_wrap_policy={nn.Linear})
-options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy=strategy, callbacks=[ExactnessCheck()], max_steps=1,
-    accumulate_grad_batches=2, **options
-)
-trainer.fit(Within(), DataLoader(sentences(0), batch_size=None))
-"""
+def raise_within() -> None:
+    run(Training(Within, options={"auto_wrap_policy": {nn.Linear}}))
 
 
-@pytest.mark.sweep
-def test_a_rank_that_raises_within_a_forward(tmp_path: Path) -> None:
+def test_a_rank_that_raises_within_a_forward(pool2: RankPool) -> None:
     """The others wait for a unit of it, and can only end with it: none hangs, and the error is the rank's own."""
-    script = tmp_path / "script.py"
-    script.write_text(RAISES_WITHIN)
-    status, printed = run_anew([sys.executable, str(script)], tmp_path, timeout_s=55)
-    assert status != 0
-    assert "OSError: this rank's disk is full, on this rank alone and within a forward" in printed
+    with pytest.raises(
+        RankError, match="OSError: this rank's disk is full, on this rank alone and within a forward"
+    ):
+        pool2.run(raise_within)
 
 
 def test_numbers(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ import gc
 import os
 import random
 import re
-import signal
 import socket
 import threading
 import time
@@ -278,34 +277,6 @@ def work_longer_than_the_timeout(folder: str) -> tuple[bool, tuple[str, str] | N
 @pytest.mark.sweep  # waits longer than a time limit
 def test_timeout_does_not_bound_work(pool4: RankPool, tmp_path: Path) -> None:
     assert pool4.run(work_longer_than_the_timeout, str(tmp_path)) == [(True, None)] * 4
-
-
-def stop_rank_1_in_the_block(folder: str) -> tuple[tuple[str, str] | None, float]:
-    """Rank 1 stops itself; rank 0 lets it go on once it has left."""
-    join_over_files(folder)
-    rank = dist.get_rank()
-    process_ids: list[int] = [0, 0]
-    dist.all_gather_object(process_ids, os.getpid())
-    started_at = time.monotonic()
-    try:
-        with FirstRankPerNode(scope="global", timeout=SILENCE):
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-    except RankFailedError as error:
-        return describe(error), time.monotonic() - started_at
-    finally:
-        if rank == 0:
-            os.kill(process_ids[1], signal.SIGCONT)
-    return None, 0.0
-
-
-@pytest.mark.sweep  # it waits for heartbeats
-def test_stopped_rank_is_named_also_by_itself(pool2: RankPool, tmp_path: Path) -> None:
-    (error, waited_s), (own_error, _) = pool2.run(stop_rank_1_in_the_block, str(tmp_path))
-    assert error is not None
-    assert waited_s >= SILENCE.total_seconds()
-    assert error[1].startswith(f"rank 1 on {socket.gethostname()} missed heartbeats")
-    assert own_error == error
 
 
 # --- Nothing is left --------------------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, context_parallel_attention, spread_experts
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
+from tests.trainer.exactness import VOCABULARY, full_weights, local
 from tests.trainer.plain import ModelModule, differ_by_rank, fill
-from tests.trainer.runs import make_trainer
+from tests.trainer.runs import loader, make_trainer
 
 WIDTH = 6
 HIDDEN = 5
@@ -28,11 +27,6 @@ CHOSEN = 2
 NUM_EXPERTS = 8
 ACCUMULATE = 2
 CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=4, gap="micro_batches")
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's experts."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Experts(nn.Module):
@@ -129,11 +123,6 @@ class Fit:
     described: dict[str, Any]
 
 
-def data_of_rank(case: Case = CASE, ranks_per_batch: int = 1) -> DataLoader:
-    """This rank's micro-batches; ``ranks_per_batch`` neighbours share each of them."""
-    return DataLoader(micro_batches(case)[dist.get_rank() // ranks_per_batch], batch_size=None)
-
-
 def fit(
     options: dict[str, Any],
     make: type[ModelModule] = SpreadModule,
@@ -146,7 +135,7 @@ def fit(
     """Runs on every rank: train a mixture, with experts on two ranks unless ``options`` say otherwise."""
     module = make(MixtureDecoder(number))
     strategy = AutomodelStrategy(**{"expert_parallel_size": 2, **options})
-    data = data_of_rank(case, dist.get_world_size() // case.num_ranks)
+    data = loader(case, dist.get_world_size() // case.num_ranks)
     trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, callbacks=callbacks, **kwargs)
     trainer.fit(module, data)
     norm = strategy.last_step.grad_norm

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,21 +20,19 @@ from lightning_automodel import AutomodelStrategy, ModelExport
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.sharding import tensor_parallel
-from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank
+from tests.expert_parallel.mixtures import ACCUMULATE
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import VOCABULARY, full_weights, weight_error
 from tests.trainer.hugging_face import OwnLoss, filled
-from tests.trainer.plain import fill, sgd, windows
+from tests.trainer.plain import fill
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import by_default, make_trainer
+from tests.trainer.runs import by_default, loader, make_trainer
 
 pytest.importorskip("transformers")
 
 ROUNDING = 1e-15
 """Sums over the tokens of an expert in another order. What is float32 in these models is the same on each rank."""
-FLOAT32 = 1e-7
-"""These models normalise and take softmaxes in float32, where a last digit in float64 can flip one of 6e-8."""
 WRONG = 1e-4
 CASE = Case(seed=37, telling="labels", num_batches=4, num_ranks=4, gap="micro_batches", label_shift=1)
 SIZES: dict[str, Any] = {
@@ -84,21 +81,13 @@ class Grouped(Mixture):
         self.model = make_model(kind, "grouped_mm").float()
 
 
-class Balanced(Mixture):
-    """With the balancing loss of the routers, which is no token loss."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        output = self.model(**batch, use_cache=False, output_router_logits=True)
-        return {"loss": output.loss, "aux_loss": self.model.router_aux_loss_coef * output.aux_loss}
-
-
 def fit(
     kind: str, options: dict[str, Any], make: Callable[[str], Any] = Mixture, **kwargs: Any
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Train on every rank; return full weights, and which of them are spread over ranks."""
     module = make(kind)
     strategy = AutomodelStrategy(label_shift=1, **options)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **kwargs).fit(module, data_of_rank(CASE))
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **kwargs).fit(module, loader(CASE))
     spread = [name for name, parameter in module.model.named_parameters() if num_expert_ranks(parameter) > 1]
     return full_weights(module.model), spread
 
@@ -137,35 +126,6 @@ def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
         assert weight_error(weights, expected) <= PRECISIONS[precision]
 
 
-def balanced_plainly(weight: float = 1.0) -> dict[str, Tensor]:
-    """One process: the mean over the label tokens of a window, plus `weight` times the mean balancing loss."""
-    model = make_model("Qwen3Moe")
-    optimizer = sgd(model)
-    for window in windows(CASE, ACCUMULATE):
-        batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
-        num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-        losses = []
-        balances = []
-        for batch in batches:
-            output = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=True)
-            predicted = output.logits[:, :-1].flatten(0, 1)
-            losses.append(F.cross_entropy(predicted, batch["labels"][:, 1:].flatten(), reduction="sum"))
-            balances.append(weight * model.router_aux_loss_coef * output.aux_loss)
-        optimizer.zero_grad()
-        (torch.stack(losses).sum() / max(num_label_tokens, 1) + torch.stack(balances).mean()).backward()
-        optimizer.step()
-    return full_weights(model)
-
-
-def test_the_balancing_loss_of_routers(pool4: RankPool) -> None:
-    """Counted ahead, it weighs as the mean over all micro-batches; computed in float32, as Hugging Face does."""
-    expected = balanced_plainly()
-    assert weight_error(balanced_plainly(weight=0.0), expected) > WRONG
-    options = {"count_window_ahead": True, "expert_parallel_size": 2}
-    for weights, _ in pool4.run(fit, "Qwen3Moe", options, Balanced):
-        assert weight_error(weights, expected) <= FLOAT32
-
-
 class Edited(Mixture):
     """Changes the model in ``configure_model``, before the strategy spreads its experts."""
 
@@ -202,7 +162,7 @@ def five_experts(model: Any) -> None:
 
 def refused(edit: Callable[[Any], None], sentence: str) -> Refused:
     options = {"label_shift": 1, "expert_parallel_size": 2}
-    return Refused(lambda: Edited(edit), (sentence,), lambda: data_of_rank(CASE), options)
+    return Refused(lambda: Edited(edit), (sentence,), lambda: loader(CASE), options)
 
 
 REFUSED = {

@@ -14,12 +14,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, spread_experts
-from tests.expert_parallel.mixtures import CASE, Experts, MixtureDecoder, SpreadModule, data_of_rank, fit
+from tests.expert_parallel.mixtures import CASE, Experts, MixtureDecoder, SpreadModule
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.plain import ModelModule, sgd
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import make_trainer
+from tests.trainer.runs import loader, make_trainer
 
 
 class HookedModule(SpreadModule):
@@ -55,7 +55,7 @@ def refused(sentence: str, make: type[ModelModule] = SpreadModule, **options: An
     return Refused(
         lambda: make(MixtureDecoder(6)),
         (sentence,),
-        lambda: data_of_rank(CASE),
+        lambda: loader(CASE),
         {"expert_parallel_size": 2, **options},
     )
 
@@ -98,29 +98,6 @@ def test_unequal_evaluation(pool4: RankPool) -> None:
     """Other ranks' tokens would wait for the experts of a rank that runs no forwards."""
     with pytest.raises(RankError, match=r"evaluated all its data.*limit_val_batches"):
         pool4.run(_evaluate)
-
-
-class Differentiated(SpreadModule):
-    """Computes gradients by activations, and by experts in the third step."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        hidden = self.model.embedding(batch["input_ids"])
-        gradients = torch.autograd.grad(self.model.blocks[0](hidden).sum(), hidden)
-        assert gradients[0].isfinite().all()
-        loss = self(batch)
-        if batch_idx == 2:
-            torch.autograd.grad(loss, self.model.blocks[0].experts.up, retain_graph=True)
-        return loss
-
-
-def test_gradients_beside_training(pool4: RankPool) -> None:
-    """Those by experts hold the tokens of other ranks too; those by activations do not."""
-    with pytest.raises(RankError, match=r"Gradients of experts") as raised:
-        pool4.run(fit, {}, Differentiated)
-    assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
-    assert any(
-        "self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values()
-    )
 
 
 class _Quantised(nn.Module):

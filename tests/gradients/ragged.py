@@ -17,12 +17,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel import clip_gradients, get_sync_ctx, reduce_loss, rescale_gradients
+from tests.trainer.exactness import TOLERANCE as TOLERANCE
+from tests.trainer.exactness import full, weight_error
 
-TOLERANCE = 1e-12
+error = weight_error
 WIDTH = 5
 CLASSES = 3
 LEARNING_RATE = 0.3
@@ -166,26 +167,9 @@ def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
     return Outcome(full_weights(net), norms, losses)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor; a collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights by their names in `Net`; a collective where they are sharded."""
     return {
         name.removeprefix("inner.net.").removeprefix("module."): full(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
-
-
-def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest deviation relative to the largest element of its tensor; infinite for NaN."""
-    assert actual.keys() == expected.keys()
-    deviations = [(actual[name] - value).abs().max() / value.abs().max() for name, value in expected.items()]
-    return torch.stack(deviations).nan_to_num(nan=float("inf")).max().item()

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_automodel import AutomodelStrategy, token_loss
-from tests.gradients.ragged import full
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
@@ -37,6 +36,7 @@ from tests.trainer.exactness import (
     Block,
     TinyDecoder,
     assert_exact,
+    full,
     full_weights,
     relative_error,
 )

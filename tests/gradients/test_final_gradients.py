@@ -29,7 +29,7 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import LabelledModule, loader, make_trainer
+from tests.trainer.runs import LabelledModule, by_default, count_labels, loader, make_trainer
 
 UNUSED = {"find_unused_parameters": True}
 DDP = {"data_parallel": "ddp", "ddp_kwargs": UNUSED}
@@ -56,7 +56,7 @@ def case(num_ranks: int) -> Case:
 
 def count(batches: list[Batch]) -> int:
     """Label tokens of some batches."""
-    return sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    return sum(map(count_labels, batches))
 
 
 class Recipe(LightningModule):
@@ -92,74 +92,46 @@ class Recipe(LightningModule):
         return made if self.two_optimizers else made[0]
 
 
-class EndedUntoggled(Recipe):
-    """A window that a backward outside of any toggle ends."""
+class SharpnessAware(Recipe):
+    """SAM by hand: climb along the gradient, take the gradient there, come back, step.
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if batch_idx % 2 == 0:
-            with optimizer.toggle_model(sync_grad=False):
-                self.backward_on(batch)
-            return
-        self.backward_on(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class NamedOptimizers(Recipe):
-    """One loss, one backward, two optimizers, named or not: Muon beside AdamW, a body and a head."""
+    One backward for two optimizers, named or not: Muon beside AdamW, a body and a head.
+    """
 
     two_optimizers = True
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizers = self.optimizers()
         named = ({}, {"optimizer": optimizers}, {"optimizer": optimizers[0]})[batch_idx % 3]
+        self.zero_grad()
         self.backward_on(batch, **named)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class SharpnessAware(Recipe):
-    """SAM by hand: climb along the gradient, take the gradient there, come back, step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.backward_on(batch)
         climb = []
         with torch.no_grad():
             for parameter in self.parameters():
                 climb.append(RADIUS * parameter.grad)
                 parameter.add_(climb[-1])
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         self.backward_on(batch)
         with torch.no_grad():
             for parameter, step in zip(self.parameters(), climb, strict=True):
                 parameter.sub_(step)
-        optimizer.step()
-
-
-class NeverZeroed(Recipe):
-    """What stands in `.grad` is neither scaled nor averaged; windows add to it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.backward_on(batch)
-        self.optimizers().step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 class AddedInBetween(Recipe):
-    """What a user puts into `.grad` between two backwards of a window is added at the end, unscaled."""
+    """What a user puts into `.grad` within a window is added at the end, unscaled; an untoggled backward ends it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        last = batch_idx % 2 == 1
-        with optimizer.toggle_model(sync_grad=last):
-            self.backward_on(batch)
-        if last:
+        if batch_idx % 2 == 1:
+            self.backward_on(batch, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
             return
+        with optimizer.toggle_model(sync_grad=False):
+            self.backward_on(batch)
         assert all(parameter.grad is None for parameter in self.parameters())
         for parameter in self.parameters():
             parameter.grad = 0.01 * parameter.detach()
@@ -177,18 +149,8 @@ class GradientsByHand(Recipe):
         return (torch.full(parameter.shape, 0.1, dtype=parameter.dtype) for parameter in self.parameters())
 
 
-RECIPES = {
-    recipe.__name__: recipe
-    for recipe in (
-        EndedUntoggled,
-        NamedOptimizers,
-        SharpnessAware,
-        NeverZeroed,
-        AddedInBetween,
-        GradientsByHand,
-    )
-}
-"""`tests/search` draws GANs, windows of two optimizers, and gradients that are zeroed in mid-window."""
+RECIPES = {recipe.__name__: recipe for recipe in (SharpnessAware, AddedInBetween, GradientsByHand)}
+"""`tests/search` draws GANs, windows of two optimizers or that add, and gradients that are zeroed in mid-window."""
 
 
 class _PlainOptimizer:
@@ -247,21 +209,9 @@ def _fit_recipe(make: type[Recipe], options: dict[str, Any]) -> dict[str, Tensor
     return full_weights(module)
 
 
-IN_SWEEP = {("ddp", "NamedOptimizers"), ("ddp", "SharpnessAware")}
-"""And all of those engines that reduce at other times."""
-
-
-def _marks(engine: str, name: str) -> list[pytest.MarkDecorator]:
-    if engine in ("fsdp2", "ddp") and (engine, name) not in IN_SWEEP:
-        return []
-    return [pytest.mark.sweep]
-
-
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("engine", "name"),
-    [pytest.param(engine, name, marks=_marks(engine, name)) for engine in ENGINES for name in RECIPES],
-)
+@pytest.mark.parametrize("engine", by_default({name: name for name in ENGINES}, "fsdp2", "ddp"))
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_users_write(pool2: RankPool, pool4: RankPool, name: str, engine: str) -> None:
     """Manual optimization, each row under each engine: weights are those of one process."""
     num_ranks, options = ENGINES[engine]

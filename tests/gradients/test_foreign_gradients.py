@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
-from tests.trainer.plain import sgd
+from tests.trainer.plain import fill, sgd
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer, warnings_of
 
 WIDTH = 5
@@ -52,11 +52,7 @@ class Net(nn.Module):
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, CLASSES)
-        generator = torch.Generator().manual_seed(3)
-        self.double()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+        fill(self)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[b, d] inputs to [b, c] logits."""
@@ -321,20 +317,3 @@ def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> 
     assert said[0].startswith(NAMED[how])
     assert "count_window_ahead=True" in said[0]
     assert "2 * f(g / 2)" in said[0]
-
-
-class ParameterHook(Hooked):
-    def __init__(self) -> None:
-        super().__init__(halved, "tensor hook")
-        self.net.head.weight.register_hook(halved)
-
-
-def _fit_parameter_hook() -> list[str]:
-    return _say(ParameterHook(), {"data_parallel": "ddp"})
-
-
-def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:
-    """FSDP2 refuses them. Those of tensors are named in the next step."""
-    said, _ = pool2.run(_fit_parameter_hook)
-    named = [text.partition("(")[2].partition(" ")[0] for text in said]
-    assert named == ["parameter", "a"]

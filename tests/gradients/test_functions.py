@@ -14,17 +14,15 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import get_sync_ctx, rescale_gradients
 from tests.gradients.ragged import (
-    TOLERANCE,
     WIDTH,
     Counts,
     Holder,
-    error,
-    full,
     micro_batch,
     train_on_ranks,
     train_plainly,
 )
 from tests.rank_pool import RankPool
+from tests.trainer.exactness import TOLERANCE, full, weight_error
 
 CLIP = 0.2
 # One window is ragged, in the next a rank has nothing, then nobody has anything, then it is long on one rank
@@ -43,7 +41,7 @@ def _assert_exact(outcomes: list[Any], counts: Counts) -> None:
     expected = train_plainly(counts, CLIP)
     assert min(expected.norms[0], expected.norms[-1]) > CLIP
     for outcome in outcomes:
-        assert error(outcome.weights, expected.weights) <= TOLERANCE
+        assert weight_error(outcome.weights, expected.weights) <= TOLERANCE
         assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE, abs=0.0)
         assert outcome.losses == [pytest.approx(loss, rel=TOLERANCE, abs=0.0) for loss in expected.losses]
         assert [norm == 0.0 for norm in outcome.norms] == [sum(map(sum, by_rank)) == 0 for by_rank in counts]

@@ -18,9 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from tests.gradients.ragged import local
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, assert_exact, full_weights, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    assert_exact,
+    full_weights,
+    local,
+    weight_error,
+)
 from tests.trainer.precisions import (
     ACCUMULATE,
     INIT_SCALE,

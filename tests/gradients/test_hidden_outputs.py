@@ -7,7 +7,6 @@ stay gathered, that does not matter; else the error names the option.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel import AutomodelStrategy
-from tests.gradients.ragged import full
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, assert_exact, full_weights, weight_error
-from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, token_sums
+from tests.trainer.exactness import weight_error
 from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fit_rows, train_rows_plainly
-from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer
+from tests.trainer.runs import TOLERANCE, by_default
 
 
 def block() -> nn.Sequential:
@@ -175,59 +171,3 @@ def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str])
         else:
             assert not isinstance(found, str), found
             assert weight_error(found, expected) <= TOLERANCE
-
-
-# --- A penalty on weights ---------------------------------------------------------------------------------------------
-#
-# Code outside of a unit's forward sees shards. What DTensor computes of them, as `p.full_tensor()`, sends its gradient
-# to the shard itself: it is neither averaged over ranks nor weighed as the loss is.
-
-ACCUMULATE = 2
-WITHOUT_GAPS = replace(CASE, gap="none")
-PENALISED = ("blocks.0.linear.weight", "blocks.1.norm.bias")
-
-
-def norms(model: nn.Module) -> Tensor:
-    return sum(0.3 * full(model.get_parameter(name).norm()) for name in PENALISED)
-
-
-class Penalises(ModelModule):
-    """Adds the penalty to the loss, before the forward: in all micro-batches, or in the last one of a window."""
-
-    def __init__(self, only_in_last: bool) -> None:
-        super().__init__(filled_decoder())
-        self.only_in_last = only_in_last
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        penalty = norms(self.model) if batch_idx % ACCUMULATE or not self.only_in_last else 0
-        return penalty + self(batch)
-
-
-def _penalise(only_in_last: bool) -> dict[str, Tensor] | str:
-    """Weights, or the message of the RuntimeError; anomaly detection looks at gradients of shards too."""
-    module = Penalises(only_in_last)
-    strategy = AutomodelStrategy(reshard_during_accumulation=False)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, detect_anomaly=True)
-    try:
-        trainer.fit(module, loader(WITHOUT_GAPS))
-    except RuntimeError as error:
-        return str(error)
-    return full_weights(module)
-
-
-def penalised_sums(model: Any, batch: Batch) -> tuple[Tensor, Any]:
-    """The penalty weighs as the micro-batches do that have it."""
-    total, count = token_sums(model, batch)
-    return total + count * norms(model) * (model.step % ACCUMULATE), count
-
-
-def test_penalties_on_weights(pool2: RankPool) -> None:
-    """Of what is gathered exact: units once freed themselves within the backward that reads them last.
-
-    Of shards refused; `tests/search` draws them under other options.
-    """
-    expected = plain_weights(filled_decoder(), ACCUMULATE, WITHOUT_GAPS, sums=penalised_sums)
-    assert_exact(pool2.run(_penalise, True), prefixed(expected))
-    for message in pool2.run(_penalise, False):
-        assert "2 parameters that FSDP2 shards got a gradient that it does not reduce" in message
-        assert all(name in message for name in PENALISED)

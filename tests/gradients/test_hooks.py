@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
-from tests.gradients.ragged import full, local
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, TinyDecoder, full_weights, relative_error, weight_error
+from tests.trainer.exactness import (
+    Batch,
+    TinyDecoder,
+    full,
+    full_weights,
+    local,
+    relative_error,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
 
@@ -34,14 +41,6 @@ ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
 
 def decoder() -> nn.Module:
     return TinyDecoder(CASE.seed).double()
-
-
-def by_norm(clip: float) -> Any:
-    return functools.partial(nn.utils.clip_grad_norm_, max_norm=clip)
-
-
-def by_value(clip: float) -> Any:
-    return functools.partial(nn.utils.clip_grad_value_, clip_value=clip)
 
 
 def fit(module: ModelModule, options: dict[str, Any], **trainer_options: Any) -> Trainer:
@@ -57,21 +56,11 @@ def _halve(parameters: list[nn.Parameter]) -> None:
         parameter.grad.mul_(0.5)
 
 
-class Clips(ModelModule):
+class ClipsValues(ModelModule):
     """Overrides the hook that clips."""
 
-    def __init__(self, model: nn.Module, way: str) -> None:
-        super().__init__(model)
-        self.way = way
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
-    ) -> None:
-        match self.way:
-            case "values, strategy":
-                self.trainer.strategy.clip_gradients(optimizer, CLIP_VALUE, "value")
-            case "by hand":
-                _halve(list(self.parameters()))
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.trainer.strategy.clip_gradients(optimizer, CLIP_VALUE, "value")
 
 
 class HalvingPrecision(Precision):
@@ -88,23 +77,24 @@ class TorchClippingPrecision(Precision):
         super().clip_grad_by_norm(optimizer, CLIP)
 
 
-WAYS: dict[str, Any] = {
-    "values, strategy": by_value(CLIP_VALUE),
-    "by hand": _halve,
-    "never": lambda parameters: None,
+CLIPPING: dict[str, tuple[type[ModelModule], list[type[Precision]], Any]] = {
+    "hook": (ClipsValues, [], functools.partial(nn.utils.clip_grad_value_, clip_value=CLIP_VALUE)),
+    "halving": (ModelModule, [HalvingPrecision], _halve),
+    "by torch": (
+        ModelModule,
+        [TorchClippingPrecision],
+        functools.partial(nn.utils.clip_grad_norm_, max_norm=CLIP),
+    ),
 }
-PLUGINS: dict[type[Precision], Any] = {HalvingPrecision: _halve, TorchClippingPrecision: by_norm(CLIP)}
+"""Who clips for himself; `tests/search` draws other hooks."""
 
 
 def _clip_in_every_way(options: dict[str, Any]) -> list[dict[str, Tensor]]:
     found = []
-    for way in WAYS:
-        module = Clips(decoder(), way)
-        fit(module, options, gradient_clip_val=0.3)
-        found.append(full_weights(module.model))
-    for plugin in PLUGINS:
-        module = ModelModule(decoder())
-        fit(module, options, plugins=[LightningEnvironment(), plugin()], gradient_clip_val=0.3)
+    for make, plugins, _ in CLIPPING.values():
+        module = make(decoder())
+        made = [LightningEnvironment(), *(plugin() for plugin in plugins)]
+        fit(module, options, plugins=made, gradient_clip_val=1e-3)
         found.append(full_weights(module.model))
     return found
 
@@ -113,9 +103,7 @@ def _clip_in_every_way(options: dict[str, Any]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_who_clips_for_himself(pool2: RankPool, options: dict[str, Any]) -> None:
     """An overridden hook, or a precision plugin, has the last word, on gradients that are rescaled already."""
-    expected = [
-        plain_weights(decoder(), ACCUMULATE, clip=clip) for clip in [*WAYS.values(), *PLUGINS.values()]
-    ]
+    expected = [plain_weights(decoder(), ACCUMULATE, clip=clip) for *_, clip in CLIPPING.values()]
     for found in pool2.run(_clip_in_every_way, options):
         for weights, wanted in zip(found, expected, strict=True):
             assert weight_error(weights, wanted) <= TOLERANCE

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightning_automodel import barrier_and_log, clip_gradients, reduce_loss, rescale_gradients
 from lightning_automodel.distributed.collectives import reduce_tensor
 from lightning_automodel.gradients.rescale_clip import clip_gradient_values
-from tests.gradients.ragged import TOLERANCE, full
 from tests.rank_pool import RankPool
+from tests.trainer.exactness import TOLERANCE, full
 from tests.trainer.test_communication import OpCounts
 
 SHAPES = [(3, 4), (5,), (), (0, 2)]

@@ -11,27 +11,16 @@ import contextlib
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
 CLONE_NEWNET = 0x40000000
 ADDRESSES = ("10.231.77.1", "10.231.77.2")  # in namespaces of their own, so they meet no other network
-
-
-@dataclass(frozen=True)
-class NodeResult:
-    """How a node's launcher ended, and what it and its ranks printed."""
-
-    status: int
-    output: str
 
 
 @dataclass(frozen=True)
@@ -40,53 +29,6 @@ class TwoNodes:
 
     namespaces: tuple[str, str]
     devices: tuple[str, str]
-
-    def torchrun(
-        self, script: Path, *arguments: str, ranks_per_node: int = 2, timeout_s: float = 120.0
-    ) -> list[NodeResult]:
-        """Run `script` on both nodes by `torchrun --nnodes 2`; ranks 0, 1, ... are on the first node.
-
-        TimeoutError with what was printed if a node has not ended by then.
-        """
-        port = self._free_port()
-        launchers = [
-            self._launch(node, port, ranks_per_node, [str(script), *arguments])
-            for node in range(len(self.namespaces))
-        ]
-        try:
-            outputs = [launcher.communicate(timeout=timeout_s)[0] for launcher in launchers]
-        except subprocess.TimeoutExpired:
-            _kill(launchers)
-            printed = "\n".join(launcher.communicate()[0] for launcher in launchers)
-            raise TimeoutError(f"{script.name} still runs after {timeout_s:g} s\n{printed}") from None
-        finally:
-            _kill(launchers)
-        return [
-            NodeResult(launcher.returncode, output)
-            for launcher, output in zip(launchers, outputs, strict=True)
-        ]
-
-    def _launch(
-        self, node: int, port: int, ranks_per_node: int, command: Sequence[str]
-    ) -> subprocess.Popen[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
-        torchrun += [f"--nproc-per-node={ranks_per_node}", f"--master-addr={ADDRESSES[0]}"]
-        torchrun += [f"--master-port={port}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        # That of this machine's tests is no interface that leads to the other node.
-        environment.pop("GLOO_SOCKET_IFNAME", None)
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespaces[node], *torchrun, *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def _free_port(self) -> int:
-        program = f"import socket; print(socket.create_server(({ADDRESSES[0]!r}, 0)).getsockname()[1])"
-        return int(_ip("netns", "exec", self.namespaces[0], sys.executable, "-c", program))
 
 
 def enter(namespace: str) -> None:
@@ -130,10 +72,3 @@ def _set_up(nodes: TwoNodes) -> None:
 
 def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], capture_output=True, check=True, text=True).stdout
-
-
-def _kill(launchers: Sequence[subprocess.Popen[str]]) -> None:
-    """End the launchers and their ranks, which are in the launchers' sessions."""
-    for launcher in launchers:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from tests.projects import projects
-from tests.trainer.exactness import full_weights
+from tests.trainer.exactness import SILENT, full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
 WAYS = ("one process", "Lightning's ddp", *OURS)
@@ -119,10 +119,8 @@ class Run:
             "accumulate_grad_batches": 2 if self._accumulates else 1,
             "default_root_dir": self.directory,
             "callbacks": self.callbacks(ModelCheckpoint),
+            **SILENT,
             "enable_checkpointing": True,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
             **others,

@@ -38,12 +38,11 @@ from tests.search.user_code import (
     changed,
     edit_rows,
     foreign_gradients,
-    full,
     run_snippet,
     token_loss,
     write,
 )
-from tests.trainer.exactness import full_weights
+from tests.trainer.exactness import full, full_weights
 from tests.trainer.runs import make_trainer
 
 

@@ -31,6 +31,7 @@ from tests.search.net import (
     weight_penalty,
     with_gradients,
 )
+from tests.trainer.exactness import full
 
 CLIP_NORM = 0.05
 CLIP_VALUE = 0.01
@@ -412,4 +413,4 @@ class _Swapped:
 
 def norm(module: nn.Module) -> float:
     """The norm of all gradients; of shards, a collective."""
-    return sum(float(user_code.full(p.grad).square().sum()) for _, p in with_gradients(module)) ** 0.5
+    return sum(float(full(p.grad).square().sum()) for _, p in with_gradients(module)) ** 0.5

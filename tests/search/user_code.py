@@ -20,14 +20,10 @@ from tests.search.block import first_block, plain
 from tests.search.cases import Case
 from tests.search.data import VOCABULARY, WIDTH, count, cross_entropy
 from tests.sharding.snippets import READS, WRITES, Snippet, Trained
+from tests.trainer.exactness import full
 
 MOMENTUM = 0.7
 """Of teachers."""
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A sharded tensor in full, which every rank must ask for."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # --- Losses that hold a gradient --------------------------------------------------------------------------------------

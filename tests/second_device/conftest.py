@@ -21,7 +21,6 @@ LONG = (
     "test_failure_in_the_background",
     "test_from_everywhere",
     "test_misuse_raises",
-    "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
     "test_state_that_is_not_there_yet",
     "test_trained",

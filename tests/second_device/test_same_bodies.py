@@ -46,7 +46,7 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_exactness import test_weights_equal_one_process
 from tests.trainer.test_layouts import test_unused_once_it_is_unfrozen, test_use_that_differs_between_ranks
-from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint
+from tests.trainer.test_lightning_callbacks import test_early_stopping
 from tests.trainer.test_support import check
 from tests.trainer.test_trainer_features import test_around_fits
 

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, token_loss
 from tests.markdown import merged_table, write_record, write_section
 from tests.trainer.cases import Case
-from tests.trainer.exactness import WIDTH, Batch, TinyDecoder, micro_batches
-from tests.trainer.runs import make_trainer
+from tests.trainer.exactness import WIDTH, Batch, TinyDecoder
+from tests.trainer.runs import loader, make_trainer
 from tests.trainer.support import FEATURES, LAYOUTS, Feature, SupportModule, decoder
 
 ACCUMULATE = 2
@@ -171,9 +170,7 @@ def measure(layout_name: str, feature: str) -> Waits | str:
         trainer = make_trainer(
             AutomodelStrategy(**kwargs, **switched_on.options), **options | switched_on.trainer
         )
-        trainer.fit(
-            module, DataLoader(micro_batches(case)[dist.get_rank() // layout.peers], batch_size=None)
-        )
+        trainer.fit(module, loader(case, layout.peers))
     except ValueError as error:
         return str(error)
     found = recorder.found.items()

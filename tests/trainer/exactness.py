@@ -130,12 +130,19 @@ def _micro_batch(case: Case, rng: random.Random, empty: bool) -> Batch:
     return {"input_ids": input_ids, case.label_key: labels}
 
 
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor; a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name, gathered from all ranks where they are sharded: a collective."""
-    return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-        for name, parameter in model.named_parameters()
-    }
+    return {name: full(parameter).detach().clone() for name, parameter in model.named_parameters()}
 
 
 def weight_error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -64,6 +64,11 @@ def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor
     )
 
 
+def count_labels(batch: Batch) -> int:
+    """Positions that have a label."""
+    return int((batch["labels"] != -100).sum())
+
+
 class LabelledModule(LightningModule):
     """Returns the bare mean loss; the strategy counts the labels."""
 
@@ -117,9 +122,14 @@ def warnings_of(part: str, call: Callable[..., Any], *args: Any) -> list[str]:
     return [str(each.message) for each in caught if part in str(each.message)]
 
 
-def loader(case: Case = CASE) -> DataLoader:
-    """This rank's micro-batches of an epoch."""
-    return DataLoader(micro_batches(case)[dist.get_rank()], batch_size=None)
+def loader(case: Case = CASE, peers: int = 1) -> DataLoader:
+    """This rank's micro-batches of an epoch; ``peers`` neighbours share each of them."""
+    return DataLoader(micro_batches(case)[dist.get_rank() // peers], batch_size=None)
+
+
+def shares(counts: Iterable[int], case: Case = CASE) -> list[list[Batch]]:
+    """The first micro-batches of each data-parallel rank, as many as it has."""
+    return [batches[:count] for batches, count in zip(micro_batches(case), counts, strict=True)]
 
 
 def fit_weights(
@@ -145,7 +155,7 @@ def train_plainly(
         optimizer.zero_grad()
         for window in step if isinstance(step[0], list) else [step]:
             batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]  # type: ignore[union-attr]
-            num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+            num_label_tokens = sum(map(count_labels, batches))
             loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(
                 num_label_tokens, 1
             )

@@ -17,14 +17,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, context_parallel_attention
 from tests import devices
 from tests.trainer.cases import Case
-from tests.trainer.exactness import PLAN, Batch, Block, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import PLAN, Batch, Block, TinyDecoder, full_weights
 from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import make_trainer
+from tests.trainer.runs import loader, make_trainer
 
 SEED = 32
 ACCUMULATE = 3
@@ -213,7 +212,6 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
         options["device_mesh"] = init_device_mesh(
             kind, (layout.num_ranks, layout.tensor), mesh_dim_names=layout.mesh
         )
-    batches = micro_batches(layout.case)[dist.get_rank() // layout.peers]
     try:
         trainer = make_trainer(
             AutomodelStrategy(**options),
@@ -224,8 +222,8 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
                 **feature.trainer,
             },
         )
-        loader = DataLoader(batches, batch_size=None)
-        trainer.fit(module, loader, loader)
+        batches = loader(layout.case, layout.peers)
+        trainer.fit(module, batches, batches)
     except (ValueError, MisconfigurationException) as error:
         return str(error)
     return {name: weight.double().cpu() for name, weight in full_weights(module.model).items()}

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests import markdown
 from tests.rank_pool import RankPool
+from tests.trainer.exactness import full
 from tests.trainer.families import FAMILIES, ROWS, make_batch, make_model, own_loss, shift
 from tests.trainer.runs import make_trainer
 
@@ -64,10 +64,7 @@ class Family(LightningModule):
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradients by name, gathered where they are sharded: a collective."""
-    named = {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in named.items()}
+    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def fit(name: str, options: dict[str, Any]) -> dict[str, Tensor]:

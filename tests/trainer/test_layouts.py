@@ -51,15 +51,11 @@ class PartlyUsed(TinyDecoder):
     def __init__(self, unit: set[int], layer: set[int], parameter: set[int]) -> None:
         super().__init__(seed=2)
         self.blocks.append(PartlyUsedBlock())
-        self.shift = nn.Parameter(torch.linspace(-0.5, 0.5, self.head.in_features))
-        self.gain = nn.Parameter(torch.tensor(0.8))
+        self.shift = nn.Parameter(torch.empty(self.head.in_features))
+        self.gain = nn.Parameter(torch.empty(()))
         self.used_in = unit, layer, parameter
         self.step = 0
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for weight in self.blocks[-1].parameters():
-                weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
-        self.double()
+        fill(self)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         with_unit, with_layer, with_parameter = (self.step in used for used in self.used_in)

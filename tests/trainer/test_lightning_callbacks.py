@@ -18,10 +18,8 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     LearningRateFinder,
-    OnExceptionCheckpoint,
     TQDMProgressBar,
 )
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torchmetrics import SumMetric
@@ -53,17 +51,6 @@ ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
 ENGINES = first_by_default(["fsdp2", "ddp"])
 GAPLESS = replace(CASE, gap="none")
-
-
-class Recorder(DummyLogger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append(dict(metrics))
 
 
 def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Trainer:
@@ -145,30 +132,6 @@ def test_early_stopping(pool2: RankPool, engine: str) -> None:
         assert_trained(weights, epoch * 4)
     for weights, _, _ in pool2.run(_stop_early, engine, "by_rank", {"min_steps": 7}):
         assert_trained(weights, [*epoch * 3, epoch[0]])
-
-
-class FailsInFifthBatch(LabelledModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx == 4:
-            dist.barrier()  # a rank that comes late, on a busy machine, would hear of the other's failure first
-            raise ValueError("no fifth batch")
-        return super().training_step(batch, batch_idx)
-
-
-def _save_on_exception(engine: str, folder: str) -> dict[str, Tensor]:
-    saves = OnExceptionCheckpoint(folder)
-    trainer = trainer_with(engine, [saves], enable_checkpointing=True)
-    with pytest.raises(ValueError, match="no fifth batch"):
-        trainer.fit(FailsInFifthBatch(), loader())
-    module = LabelledModule()
-    trainer_with(engine, []).validate(module, loader(), saves.ckpt_path, verbose=False)
-    return full_weights(module.model)
-
-
-def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
-    """In mid-window, the checkpoint holds the weights of the last step. Shards are not saved after a failure."""
-    for weights in pool2.run(_save_on_exception, "ddp", str(tmp_path)):
-        assert_trained(weights, [[0, 1, 2]])
 
 
 class ActsAtTheEnd(LabelledModule):
