@@ -104,6 +104,7 @@ class TrainingRun:
         module = self.module
         plugin = self.plugin
         options = self._options
+        check_foreign_shards(module)
         precision.check_precision(plugin, options.data_parallel)
         if options.is_sharded:
             precision.check_conversion(plugin, module)
@@ -127,7 +128,6 @@ class TrainingRun:
         self.move_to_device()
         precision.convert_metrics(self.plugin, module)
         parameters = dict(module.named_parameters())
-        check_foreign_shards(module, parameters)
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)

@@ -38,13 +38,13 @@ class Replaced(nn.Parameter):
         return f"<{self.parameter_name}, which a shard has replaced>"
 
 
-def check_foreign_shards(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if ``module`` has ``parameters`` that were sharded as a part of another module."""
+def check_foreign_shards(module: nn.Module) -> None:
+    """Raise ValueError if ``module`` has parameters that were sharded as a part of another module."""
     groups = fsdp2.groups_of(fsdp2.fsdp_units(module))
     own = {param.sharded_param for group in groups for param in group.fsdp_params}
     foreign = [
         name
-        for name, parameter in parameters.items()
+        for name, parameter in module.named_parameters()
         if hasattr(parameter, "fsdp_param") and parameter not in own
     ]
     if foreign:

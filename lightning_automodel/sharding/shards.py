@@ -38,8 +38,9 @@ from lightning_automodel.sharding.whole_copies import AUGMENTED, Call, count_wri
 
 SAVE_WHOLE = (
     "gather it on all ranks, and let one of them write it: state = {name: w.full_tensor() if hasattr(w, 'full_tensor')"
-    " else w for name, w in module.state_dict().items()}, then `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
-    " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
+    " else w for name, w in module.state_dict().items()}, then `if trainer.is_global_zero: torch.save(state, path)`."
+    " Or call trainer.save_checkpoint(path), or export_hugging_face(module, path) in place of save_pretrained, on all"
+    " ranks."
 )
 """How to write sharded weights that other programs read."""
 

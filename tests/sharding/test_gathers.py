@@ -106,6 +106,11 @@ def in_turn(row: int, batch_idx: int) -> list[int]:
     return [batch_idx % 3, 2]
 
 
+def until_its_end(row: int, batch_idx: int) -> list[int]:
+    """As text that is generated: ranks call the model more or less often."""
+    return [0, 1, 2] * (row + 1)
+
+
 def others_in_the_fourth(row: int, batch_idx: int) -> list[int]:
     return [1, 1, 0] if batch_idx == 3 else [0]
 
@@ -142,7 +147,14 @@ def evaluate(
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize(
     ("route", "num_rows"),
-    [(more_in_the_first, 3), (more_in_the_first, 5), (in_turn, 3), (in_turn, 7), (others_in_the_fourth, 7)],
+    [
+        (more_in_the_first, 3),
+        (more_in_the_first, 5),
+        (in_turn, 3),
+        (in_turn, 7),
+        (others_in_the_fourth, 7),
+        (until_its_end, 5),
+    ],
 )
 def test_a_rank_without_data_gathers_what_others_do(
     pool2: RankPool, route: Any, num_rows: int, prefetch: int

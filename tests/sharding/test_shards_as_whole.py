@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankPool
 from tests.sharding.fits import fit_module
-from tests.sharding.writers import Writer, fit, fit_or_refusal, fit_plainly, train
+from tests.sharding.writers import Writer, fit, fit_or_refusal, fit_plainly, rows, train
 from tests.trainer.exactness import Outcome, assert_exact, full_weights, weight_error
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, by_default
 
@@ -367,6 +367,32 @@ def _save() -> dict[str, str]:
     state = {name: value.full_tensor() for name, value in module.state_dict().items()}
     torch.save(state, io.BytesIO())
     return module.told
+
+
+def _after_a_fit() -> list[str]:
+    """What a script does with a model that is trained."""
+    module = Saves()
+    train(module, {})
+    weight = module.student.head.weight
+    assert f"{weight[0, 0]:.3f}" == f"{weight.full_tensor()[0, 0].item():.3f}"
+    other = Saves()
+    other.student = module.student
+    with pytest.raises(ValueError, match="sharded") as part:
+        train(other, {})
+    parameters = list(module.student.parameters())
+    loss = module.student(rows(0, 0)).sum()
+    with pytest.raises(RuntimeError) as second_derivative:
+        torch.autograd.grad(loss, parameters, create_graph=True)
+    fresh = Saves()
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh.student.head.weight, weight.full_tensor())
+    return [str(second_derivative.value), str(part.value)]
+
+
+def test_what_a_run_alone_can_do_is_refused_after_it(pool2: RankPool) -> None:
+    for derivative, part in pool2.run(_after_a_fit):
+        assert "create_graph=True in a hook, or after a fit" in derivative
+        assert "parameters that an earlier run has sharded as a part of another module" in part
 
 
 def test_shards_are_not_saved_by_one_rank(pool2: RankPool) -> None:
