@@ -81,6 +81,7 @@ class UnevenInputs:
         self.ahead = ahead
         self._say = say
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
+        self.order = 0  # a number of that which samplers have drawn for the epoch that trains
         self._before_padding: ModuleState | None = None
         self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after it
@@ -262,10 +263,19 @@ class UnevenInputs:
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
+        self.order = self._drawn_order()
         if self.ahead is not None and self._tracked is not None:
             start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
             self.seconds_drawing += time.perf_counter() - start
+
+    def _drawn_order(self) -> int:
+        """A number of the order that samplers of the user's have drawn for all ranks in this stage's last epoch."""
+        loaders = getattr(
+            self._trainer, "train_dataloader" if self.is_training else f"{self._stage}_dataloaders"
+        )
+        samplers = map(sampler_of_trainer, CombinedLoader(loaders).flattened)
+        return sum(getattr(sampler, "order", 0) for sampler in samplers)
 
     def _training_handle(self) -> BatchHandle:
         """The newest training batch's, from the first of its hooks on."""
@@ -276,15 +286,6 @@ class UnevenInputs:
         if self._tracked is None:
             return NO_BATCH
         return self._tracked.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-    @property
-    def order(self) -> int:
-        """A number of the order that samplers of the user's have drawn for all ranks in this stage's last epoch."""
-        loaders = getattr(
-            self._trainer, "train_dataloader" if self.is_training else f"{self._stage}_dataloaders"
-        )
-        samplers = map(sampler_of_trainer, CombinedLoader(loaders).flattened)
-        return sum(getattr(sampler, "order", 0) for sampler in samplers)
 
     @property
     def is_filler(self) -> bool:
@@ -368,7 +369,7 @@ class UnevenInputs:
         ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
         """
         self._has_evaluated = False
-        own = self._num_evaluated, self._reduced, self.order, (first_peer, collectives)
+        own = self._num_evaluated, self._reduced, self._drawn_order(), (first_peer, collectives)
         told = gather_objects(own, self._group)
         found = [number for number, *_ in told]
         if len(set(found)) > 1:

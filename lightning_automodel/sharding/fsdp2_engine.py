@@ -347,8 +347,12 @@ class FSDP2Engine(PhasedEngine):
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """See the base class. Raises if the backward bypassed FSDP2, or reached shards that were written before it."""
-        reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
-        bypassed = [leaf.parameter_name for leaf in self.reached if isinstance(leaf, Shard)]
+        reached = set()
+        bypassed = []
+        for leaf in self.reached:
+            reached.add(getattr(leaf, "shard", leaf))
+            if isinstance(leaf, Shard):
+                bypassed.append(leaf.parameter_name)
         if bypassed:
             raise RuntimeError(
                 f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters that FSDP2 shards got a"

@@ -47,7 +47,7 @@ def elementwise(call: Call) -> Any:
     own = part_like(like, like, is_followed)
     if targets and is_followed:
         own = own.clone()
-    result = call.run(lambda value: own if value is like else part_like(value, like, is_followed))
+    result = call.run_with(lambda value: own if value is like else part_like(value, like, is_followed))
     if result is own:  # written in place, or nothing to do, as for contiguous()
         if targets and is_followed:
             return Tensor.copy_(like, _as_shard(own, like))
@@ -73,7 +73,7 @@ def cast(call: Call) -> Any:
 def foreach(call: Call) -> Any:
     """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``): as the first list is sharded, so the others."""
     models = call.values[0]
-    result = call.run(lambda value: _parts_like(value, models))
+    result = call.run_with(lambda value: _parts_like(value, models))
     if call.written():
         count_writes([model for model in models if isinstance(model, DTensor)])
         return None if result is None else models

@@ -70,7 +70,7 @@ class Shard(DTensor):
         call = Call(function, args, kwargs or {})
         with plain_access():
             try:
-                return _RULES.get(call.name, on_wholes)(call)
+                return _RULES.get(function.__name__, on_wholes)(call)
             except NeedsWholes:
                 pass
             return on_wholes(call)
@@ -161,7 +161,7 @@ def _attribute(call: Call) -> Any:
     descriptor: Any = call.function
     if descriptor.__self__.__name__ in _VIEWING_ATTRIBUTES or not isinstance(call.args[0], Shard):
         raise NeedsWholes
-    return call.run()
+    return descriptor(*call.args)
 
 
 def _alias(call: Call) -> Any:
@@ -173,7 +173,7 @@ def _alias(call: Call) -> Any:
 
 def _new(call: Call) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
-    return call.run(local_tensor)
+    return call.run_with(local_tensor)
 
 
 def _numpy(call: Call) -> Any:

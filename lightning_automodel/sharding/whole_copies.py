@@ -59,8 +59,12 @@ class Call(NamedTuple):
         """All arguments."""
         return [*self.args, *self.kwargs.values()]
 
-    def run(self, change: Callable[[Any], Any] = lambda value: value) -> Any:
-        """Call the function, with what ``change`` makes of each argument."""
+    def run(self) -> Any:
+        """Call the function."""
+        return self.function(*self.args, **self.kwargs)
+
+    def run_with(self, change: Callable[[Any], Any]) -> Any:
+        """Call the function with what ``change`` makes of each argument."""
         changed = {key: change(value) for key, value in self.kwargs.items()}
         return self.function(*map(change, self.args), **changed)
 
@@ -312,7 +316,7 @@ def on_wholes(call: Call) -> Any:
         return result
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_written):
-        result = call.run(partial(tree_map, whole_of))
+        result = call.run_with(partial(tree_map, whole_of))
     for gathered in copies.values():
         gathered.carry(call.name, is_followed)
     return tree_map(shard_or_view, result)
