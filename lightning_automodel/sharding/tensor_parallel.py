@@ -1,7 +1,5 @@
 """Tensor parallelism: Hugging Face models' own plans, and what tensor-parallel ranks must have in common."""
 
-import zlib
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.data.tensors import checksum
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.internals import torch as torch_internals
@@ -117,11 +115,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
 
     A collective over the group, of one number. Copies all tensors to the host.
     """
-    content = BytesIO()
-    # Cloned, or what a view does not show would be compared.
-    torch.save([tensor.detach().cpu().clone() for tensor in tensors_in(batch)], content)
-    checksum = zlib.crc32(content.getvalue())
-    if collectives.disagreement({"checksum": str(checksum)}, group, device):
+    if collectives.disagreement({"checksum": str(checksum(batch))}, group, device):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"

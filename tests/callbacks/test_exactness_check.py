@@ -38,6 +38,7 @@ from tests.callbacks.exactness import (
 )
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT
+from tests.trainer.runs import make_trainer
 
 
 @pytest.mark.every_case
@@ -187,6 +188,20 @@ def test_numbers(caplog: pytest.LogCaptureFixture) -> None:
     trainer.fit(Writer(), DataLoader(sentences(0), batch_size=None))
     assert check.report in caplog.text
     assert (check.verdict, len(check.results)) == ("exact", 2)
+
+
+def train_on(same: bool) -> str:
+    """The report of a fit whose loader nobody has shared out, on this rank's sentences or on rank 0's."""
+    check = ExactnessCheck(steps=1)
+    trainer = make_trainer("ddp", max_steps=1, callbacks=[check])
+    trainer.fit(Writer(), DataLoader(sentences(0 if same else dist.get_rank()), batch_size=None))
+    return check.report
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_with_the_same_batches(pool2: RankPool, same: bool) -> None:
+    for report in pool2.run(train_on, same):
+        assert ("All ranks had the same batches" in report) == same
 
 
 def refused() -> str:

@@ -25,6 +25,7 @@ class MicroBatch:
         loss: As it was in the run.
         count: What it should weigh; NaN if it cannot be counted.
         parts: Those of its loss; empty if the graph does not tell.
+        checksum: Of its batch.
         replayed_loss: As it is in the replay.
         share: This rank's part of its share in the replayed loss of one batch.
         source: The rank that sends the batch to all: the first with the same data.
@@ -36,6 +37,7 @@ class MicroBatch:
     loss: float
     count: float
     parts: list[LossTerm]
+    checksum: int
     replayed_loss: float = math.nan
     share: float = math.nan
     source: int = 0

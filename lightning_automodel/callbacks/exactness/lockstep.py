@@ -75,6 +75,7 @@ class LockStep(Recorder):
         weights: This rank's parts of the weights at that moment.
         is_counted: Whether the counts of all micro-batches in the window are known.
         turns: The window's micro-batches, of all ranks; of slices, those of this rank's place.
+        repeats_batches: Whether all ranks had the same batches in it, and should have had different ones.
     """
 
     def take(self, window: RecordedWindow) -> None:
@@ -88,6 +89,9 @@ class LockStep(Recorder):
         numbers = [number for number, _ in gathered]
         place = numbers[: group_rank()].count(data)
         self.is_counted = self.counting.settle([each for _, of_rank in gathered for each in of_rank])
+        checksums = {tuple(each.checksum for each in of_rank) for _, of_rank in gathered}
+        is_known = all(of_rank and all(of_rank) for of_rank in checksums)
+        self.repeats_batches = is_known and len(checksums) == 1 < len(set(numbers))
         self.turns: list[MicroBatch] = []
         for number in dict.fromkeys(numbers):
             of_ranks = [of_rank for other, of_rank in gathered if other == number]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.callbacks.exactness.counting import Counting, MicroBatch
 from lightning_automodel.callbacks.exactness.moment import moment_of
 from lightning_automodel.callbacks.running_strategy import run_of
+from lightning_automodel.data.tensors import checksum
 from lightning_automodel.gradients.engine import when_backward_ends
 from lightning_automodel.gradients.loss_graph import averaged_parts
 from lightning_automodel.gradients.token_loss import loss_of
@@ -139,7 +140,9 @@ class Recorder:
         self._num_backwards += 1
         count = self.counting.count(self._batch, output, loss)
         value = float(loss.detach())
-        self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, averaged_parts(loss))
+        self._newest = MicroBatch(
+            self._num_steps, self._num_backwards, value, count, averaged_parts(loss), checksum(self._batch)
+        )
         if self.run is not None or not loss.requires_grad:
             return
         # Under another strategy: note what ``.grad`` holds before a window and after its backwards.

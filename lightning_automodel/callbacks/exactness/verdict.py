@@ -292,6 +292,11 @@ def conclude(
     for sampler in map(distributed_sampler, CombinedLoader(lockstep.trainer.train_dataloader).flattened):
         if sampler is not None and not isinstance(sampler.num_replicas, Ranks):
             lines.append(f"{repeats(sampler)}: one process takes each once, which these steps do not show.")
+    if lockstep.repeats_batches:
+        lines.append(
+            "All ranks had the same batches, so that each sample counts once for each rank. Share the data out: by the"
+            " Trainer's sampler, or for a stream by split_dataset_by_node and the like."
+        )
     mib = sum(part.nbytes for part in lockstep.weights.values()) / 2**20
     lines.append(
         f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
