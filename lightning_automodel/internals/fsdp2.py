@@ -215,12 +215,14 @@ def watch_unit(
     unit: FSDPModule,
     note: Callable[..., None],
     keep_gathered: Callable[[FSDPParamGroup], None],
+    is_reached_again: Callable[[FSDPParamGroup], bool],
     patches: PatchStack,
 ) -> None:
     """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
 
     Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send. ``keep_gathered`` is
-    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered.
+    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered. ``is_reached_again`` is asked
+    where autograd has left a forward of the unit: FSDP2 would reduce at each one, and now does at the last.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -229,6 +231,9 @@ def watch_unit(
         unshard(*args, **kwargs)
 
     def reduce(group: FSDPParamGroup, post_backward: Callable[..., None], *args: Any) -> None:
+        reduce_grads = group.reduce_grads
+        if is_reached_again(group):
+            group.reduce_grads = False
         sent = []
         for number, param in enumerate(group.fsdp_params if group.reduce_grads else ()):
             gets_zeros = group.reduce_scatter_unused_params and param.unsharded_param.requires_grad
@@ -239,6 +244,7 @@ def watch_unit(
         if torch.is_grad_enabled():  # within a backward: autograd records what it computes
             keep_gathered(group)
         post_backward(*args)
+        group.reduce_grads = reduce_grads
 
     for group in param_groups(unit):
         patches.set(group, "unshard", partial(gather, group, group.unshard))

@@ -136,7 +136,8 @@ class FSDP2Engine(PhasedEngine):
             unit = GatheredUnit(shown, self)
             self.units.append(unit)
             self._patches.callback(unit.close)
-            fsdp2.watch_unit(shown, partial(self._note, index), self.keep_gathered, self._patches)
+            note = partial(self._note, index)
+            fsdp2.watch_unit(shown, note, self.keep_gathered, unit.is_reached_again, self._patches)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
         roots: list[Any] = fsdp_roots(module)
@@ -221,8 +222,13 @@ class FSDP2Engine(PhasedEngine):
     def start_forward(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
         self.release(reuses_retained=True)
+        self._forget_calls()
         self.resume_step()
         self._versions_at_start = versions(self._shards)
+
+    def _forget_calls(self) -> None:
+        for unit in self.units:
+            unit.calls_left.clear()
 
     @override
     def resume_step(self) -> None:
@@ -368,6 +374,7 @@ class FSDP2Engine(PhasedEngine):
         for shard in self._written:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
+        self._forget_calls()
         if not backward.ends:
             return reached
         for root, groups in self._roots.items():

@@ -186,7 +186,7 @@ class Events(Callback):
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
                 note = partial(self._note_collective, label)
-                fsdp2.watch_unit(unit, note, lambda group: None, self._patches)
+                fsdp2.watch_unit(unit, note, lambda group: None, lambda group: False, self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 

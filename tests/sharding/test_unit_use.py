@@ -69,6 +69,13 @@ def in_turn(self: Parts, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def repeated(self: Parts, hidden: Tensor) -> Tensor:
+    """As with adaptive depth: ranks whose batches are larger repeat the layers more often."""
+    for _ in range(len(hidden)):
+        hidden = in_turn(self, hidden)
+    return hidden
+
+
 def scripted() -> Parts:
     """Blocks and a head in TorchScript, beside a layer of Python."""
     parts = [*layers(2), nn.Linear(ROW, ROW)]
@@ -113,6 +120,7 @@ MODELS: dict[str, Any] = {
     "in the last micro-batch": lambda: dropping(SAME_NUMBER, starts_at=3),
     "Heads": heads,
     "Heads, all in the loss": lambda: heads(reaches_all=True),
+    "Repeated": lambda: Parts(layers(), repeated),
     "Scripted": scripted,
     "PreActivation": pre_activation,
     "Adjoint": adjoint,
@@ -143,6 +151,8 @@ DEFAULT = (
     "in the last micro-batch, kept",
     "Heads, kept",
     "Heads, all in the loss, kept",
+    "Repeated, kept",
+    "Repeated, remedy, resharded",
     "Scripted, by hand",
     "PreActivation, kept",
     "Adjoint, kept",
@@ -151,6 +161,7 @@ DEFAULT = (
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
 del CASES["in the last micro-batch, by hand"]  # every call counts there
 del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
+del CASES["Repeated, by hand"]  # so they do there, where parameters are resharded
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
