@@ -78,11 +78,11 @@ def share_own_samplers(resolve: Callable[..., Any], loader: Any, shuffle: bool, 
     own = innermost_sampler(loader)
     if isinstance(own, DistributedSampler):
         return sampler
-    draws_all = len(own) == len(loader.dataset)
-    if draws_all and type(own) is RandomSampler and not own.replacement:
-        return sampler
-    # What `shuffle=False` makes is shuffled in training, as the Trainer's documentation has it.
-    if draws_all and type(own) is SequentialSampler and own is loader.sampler:
+    draws_alike = type(own) is RandomSampler and not own.replacement
+    if type(own) is SequentialSampler:
+        # What `shuffle=False` makes is shuffled in training, as the Trainer's documentation has it.
+        draws_alike = own is loader.sampler
+    if draws_alike and len(own) == len(loader.dataset):
         return sampler
     return DistributedSamplerWrapper(
         own, num_replicas=sampler.num_replicas, rank=sampler.rank, seed=sampler.seed
