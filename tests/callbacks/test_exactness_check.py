@@ -198,6 +198,7 @@ def train_on(same: bool) -> str:
     return check.report
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("same", [True, False])
 def test_ranks_with_the_same_batches(pool2: RankPool, same: bool) -> None:
     for report in pool2.run(train_on, same):

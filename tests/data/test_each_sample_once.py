@@ -515,6 +515,7 @@ def _draw_by_generators(stage: str, seed: int) -> list[int]:
     return rows_of(module.seen)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_orders_that_differ_are_refused(pool2: RankPool, stage: str) -> None:
     """Each rank would take its part of another order: some rows twice, others not at all."""
@@ -565,6 +566,7 @@ def _draw_by_own_samplers(stage: str, kind: str) -> list[int]:
     return rows_of(module.seen)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_own_samplers_are_shared_out(pool2: RankPool, stage: str) -> None:
     """Ranks take turns in what each would draw in one process. Lightning replaces them, and shuffles what they draw."""
