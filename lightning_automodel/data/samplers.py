@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 from typing_extensions import override
 
 from lightning_automodel.data.batches import unwrap_loader
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import iterate_anew
 
 _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
@@ -29,8 +30,8 @@ class _DrawnAlike(DistributedSampler[Any]):
     """Shares out what a sampler of the user's draws, which is the same on all ranks: their random states differ.
 
     Attributes:
-        order: A number of what was drawn last, if these are integers. Where a sampler draws by more than global random
-            states, ranks may differ in it.
+        order: A number of what the Trainer has drawn last, if these are integers. Where a sampler draws by more than
+            global random states, ranks may differ in it.
     """
 
     dataset: Any
@@ -44,11 +45,12 @@ class _DrawnAlike(DistributedSampler[Any]):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             own_part = super().__iter__()
-        drawn = [self.dataset[index] for index in range(len(self.dataset))]
-        try:
-            self.order = zlib.crc32(array("q", drawn))
-        except TypeError:  # pairs, for example
-            self.order = 0
+        if lightning_internals.is_trainer_drawing():
+            drawn = [self.dataset[index] for index in range(len(self.dataset))]
+            try:
+                self.order = zlib.crc32(array("q", drawn))
+            except (TypeError, OverflowError):  # pairs or hashes, for example
+                self.order = 0
         return own_part
 
 

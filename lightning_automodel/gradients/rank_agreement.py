@@ -30,9 +30,9 @@ DIFFERENT_BATCHES = (
 
 DIFFERENT_ORDERS = (
     "Samplers have drawn another order of the data on each rank, which takes its part of it: some samples count twice,"
-    " and others not at all. Seed a sampler's own generator alike on all ranks, and let the order depend on nothing"
-    " that differs between them, such as the order of a set of strings. If each rank shall draw samples of its own,"
-    " pass Trainer(use_distributed_sampler=False)."
+    " and others not at all. Seed a sampler's own generator alike on all ranks, let the order depend on nothing that"
+    " differs between them, such as the order of a set of strings, and iterate loaders on all ranks or on none. If each"
+    " rank shall draw samples of its own, pass Trainer(use_distributed_sampler=False)."
 )
 """What ranks must do whose samplers have drawn different orders."""
 

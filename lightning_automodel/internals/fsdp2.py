@@ -1,6 +1,7 @@
 """Private names of FSDP2: its units, the flags of their communication, gradients that wait, and gathered parameters."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -249,6 +250,23 @@ def watch_unit(
     for group in param_groups(unit):
         patches.set(group, "unshard", partial(gather, group, group.unshard))
         patches.set(group, "post_backward", partial(reduce, group, group.post_backward))
+
+
+def forwards_reached(loss: Tensor) -> Counter[FSDPParamGroup]:
+    """How many forwards of each group a backward of ``loss`` [] leaves, as its graph tells."""
+    reached: Counter[FSDPParamGroup] = Counter()
+    pending: list[Any] = [loss.grad_fn]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        group = getattr(node, "param_group", None)  # of the node by which FSDP2 sees that a forward is left
+        if group is not None:
+            reached[group] += 1
+        pending += [parent for parent, _ in node.next_functions]
+    return reached
 
 
 class Unit:

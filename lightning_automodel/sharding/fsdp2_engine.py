@@ -31,6 +31,7 @@ forward of a window only. Between two micro-batches the module shows its sharded
 memory of the unsharded ones is retained: others find an ordinary sharded module.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -123,6 +124,7 @@ class FSDP2Engine(PhasedEngine):
         mesh = placement.mesh
         super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
         self.phase = Phase.EVALUATION  # whose flags are those of set-up
+        self.calls = Counter()
         self._reductions: fsdp2.Reductions | None = None
         self.model = module
         self._defer = report["defer_fsdp_grad_sync"]
@@ -137,7 +139,7 @@ class FSDP2Engine(PhasedEngine):
             self.units.append(unit)
             self._patches.callback(unit.close)
             note = partial(self._note, index)
-            fsdp2.watch_unit(shown, note, self.keep_gathered, unit.is_reached_again, self._patches)
+            fsdp2.watch_unit(shown, note, self.keep_gathered, self._is_reached_again, self._patches)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
         roots: list[Any] = fsdp_roots(module)
@@ -166,6 +168,7 @@ class FSDP2Engine(PhasedEngine):
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
+        self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
@@ -222,13 +225,17 @@ class FSDP2Engine(PhasedEngine):
     def start_forward(self) -> None:
         """Begin a step, with what earlier ones have gathered, unless the shards were written since."""
         self.release(reuses_retained=True)
-        self._forget_calls()
+        self.calls.clear()
         self.resume_step()
         self._versions_at_start = versions(self._shards)
 
-    def _forget_calls(self) -> None:
-        for unit in self.units:
-            unit.calls_left.clear()
+    def _is_reached_again(self, group: Any) -> bool:
+        """Whether the backward of the strategy comes to another forward of a group, after one that it leaves.
+
+        Ranks may have called a unit more or less often, and reduce its gradients at the last forward.
+        """
+        self._forwards_left[group] -= 1
+        return self._forwards_left[group] > 0
 
     @override
     def resume_step(self) -> None:
@@ -331,6 +338,8 @@ class FSDP2Engine(PhasedEngine):
             reduce_scatter_unused_params=True,
         )
         self.enter(Phase.STEP)
+        if max(self.calls.values(), default=0) > 1:
+            self._forwards_left = fsdp2.forwards_reached(loss)
         self._reduce_as(reductions)
         if reductions.reduce_grads:
             for group in self._groups:
@@ -374,7 +383,7 @@ class FSDP2Engine(PhasedEngine):
         for shard in self._written:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
-        self._forget_calls()
+        self._forwards_left.clear()
         if not backward.ends:
             return reached
         for root, groups in self._roots.items():

@@ -10,7 +10,6 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
-from collections import Counter
 from typing import Any, cast
 
 import torch
@@ -64,14 +63,12 @@ class GatheredUnit(fsdp2.Unit):
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
         hook: Of its forwards.
-        calls_left: How many forwards of a group autograd has not left yet, or never reaches.
     """
 
     def __init__(self, module: FSDPModule, engine: PhasedEngine) -> None:
         super().__init__(module)
         self.engine = engine
         self._forward_versions: list[int] = []  # of the shards, before the newest forward
-        self.calls_left: Counter[fsdp2.FSDPParamGroup] = Counter()
         # From now on the copies stay the same objects. FSDP2 accumulates into those of units that a window
         # uses for the first time in its last micro-batch, too.
         for group in self.groups:
@@ -105,15 +102,7 @@ class GatheredUnit(fsdp2.Unit):
             self._forward_versions = versions(self._shards)
         if torch.is_grad_enabled() and self.engine.backward is None:  # else a block is recomputed
             for group in self.groups:
-                self.calls_left[group] += 1
-
-    def is_reached_again(self, group: fsdp2.FSDPParamGroup) -> bool:
-        """Whether the strategy's backward comes to another forward of a group, after one that it leaves.
-
-        Ranks may have called the unit more or less often. What is left in the end :meth:`FSDP2Engine.reduce` reduces.
-        """
-        self.calls_left[group] -= 1
-        return self.engine.backward is not None and self.calls_left[group] > 0
+                self.engine.calls[group] += 1
 
     @property
     def is_current(self) -> bool:

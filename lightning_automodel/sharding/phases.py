@@ -1,6 +1,8 @@
 """The phases of a run under FSDP2."""
 
+from collections import Counter
 from enum import Enum, auto
+from typing import Any
 
 from lightning_automodel.gradients.engine import Engine
 
@@ -16,6 +18,12 @@ class Phase(Enum):
 
 
 class PhasedEngine(Engine):
-    """An engine that is in a phase."""
+    """An engine that is in a phase.
+
+    Attributes:
+        phase: What runs.
+        calls: By FSDP2's group, how often a step has called its unit with gradients.
+    """
 
     phase: Phase
+    calls: Counter[Any]

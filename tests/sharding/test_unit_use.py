@@ -76,6 +76,13 @@ def repeated(self: Parts, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def looked_at(self: Parts, hidden: Tensor) -> Tensor:
+    """Some ranks call the layers once more, for something that they do not train."""
+    if len(hidden) % 2:
+        in_turn(self, hidden).detach()
+    return in_turn(self, hidden)
+
+
 def scripted() -> Parts:
     """Blocks and a head in TorchScript, beside a layer of Python."""
     parts = [*layers(2), nn.Linear(ROW, ROW)]
@@ -121,6 +128,7 @@ MODELS: dict[str, Any] = {
     "Heads": heads,
     "Heads, all in the loss": lambda: heads(reaches_all=True),
     "Repeated": lambda: Parts(layers(), repeated),
+    "Looked at": lambda: Parts(layers(), looked_at),
     "Scripted": scripted,
     "PreActivation": pre_activation,
     "Adjoint": adjoint,
@@ -151,6 +159,7 @@ DEFAULT = (
     "in the last micro-batch, kept",
     "Heads, kept",
     "Heads, all in the loss, kept",
+    "Looked at, kept",
     "Repeated, kept",
     "Repeated, remedy, resharded",
     "Scripted, by hand",
@@ -161,7 +170,10 @@ DEFAULT = (
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
 del CASES["in the last micro-batch, by hand"]  # every call counts there
 del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
-del CASES["Repeated, by hand"]  # so they do there, where parameters are resharded
+del (
+    CASES["Repeated, by hand"],
+    CASES["Looked at, by hand"],
+)  # so they do there, where parameters are resharded
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
