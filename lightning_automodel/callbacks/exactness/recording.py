@@ -122,6 +122,7 @@ class Recorder:
 
     def _before_step(self, batch: Any, *rest: Any) -> None:
         self._batch = batch
+        self._checksum = checksum(batch)
         self._num_steps += 1
         self._num_backwards = 0
         moment = moment_of(self.module, self.device)
@@ -140,9 +141,8 @@ class Recorder:
         self._num_backwards += 1
         count = self.counting.count(self._batch, output, loss)
         value = float(loss.detach())
-        self._newest = MicroBatch(
-            self._num_steps, self._num_backwards, value, count, averaged_parts(loss), checksum(self._batch)
-        )
+        parts = averaged_parts(loss)
+        self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, parts, self._checksum)
         if self.run is not None or not loss.requires_grad:
             return
         # Under another strategy: note what ``.grad`` holds before a window and after its backwards.
