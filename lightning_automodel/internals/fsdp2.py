@@ -244,8 +244,10 @@ def watch_unit(
             note(*sent)
         if torch.is_grad_enabled():  # within a backward: autograd records what it computes
             keep_gathered(group)
-        post_backward(*args)
-        group.reduce_grads = reduce_grads
+        try:
+            post_backward(*args)
+        finally:
+            group.reduce_grads = reduce_grads
 
     for group in param_groups(unit):
         patches.set(group, "unshard", partial(gather, group, group.unshard))

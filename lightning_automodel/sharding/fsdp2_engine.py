@@ -481,6 +481,7 @@ class FSDP2Engine(PhasedEngine):
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self.collectives = 0  # ranks may have failed in different places
+        self._forwards_left.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self._shards]
         for unit in self.units:

@@ -76,6 +76,11 @@ def repeated(self: Parts, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def repeated_at_first(self: Parts, hidden: Tensor) -> Tensor:
+    """In the first forward the layers are repeated."""
+    return in_turn(self, in_turn(self, hidden)) if self.calls == 0 else in_turn(self, hidden)
+
+
 def looked_at(self: Parts, hidden: Tensor) -> Tensor:
     """Some ranks call the layers once more, for something that they do not train."""
     if len(hidden) % 2:
@@ -196,6 +201,38 @@ def test_units_out_of_the_ordinary(pool2: RankPool, case: tuple[str, str]) -> No
         else:
             assert not isinstance(found, str), found
             assert weight_error(Outcome(found), expected) <= TOLERANCE
+
+
+class GoesOn(RowModule):
+    """Catches what its first backward raises, if it `fails`; later ones are plain, as of a loop of the user's own."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__(lambda: Parts(layers(), repeated_at_first))
+        self.automatic_optimization = False
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if batch_idx > 0:
+            loss.backward()
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        elif self.fails:
+            loss.register_hook(lambda gradient: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                self.manual_backward(loss)
+
+
+def test_a_backward_that_is_caught(pool2: RankPool) -> None:
+    """Its units were called repeatedly: later backwards, of one call each, reduce all the same."""
+    for caught, expected in zip(*(pool2.run(_go_on, fails) for fails in (True, False)), strict=True):
+        assert weight_error(Outcome(caught), expected) == 0
+
+
+def _go_on(fails: bool) -> dict[str, Tensor]:
+    weights = fit_rows(GoesOn(fails), {})
+    assert not isinstance(weights, str), weights
+    return weights
 
 
 class Stack(nn.Module):
