@@ -423,6 +423,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._mesh = self._make_mesh(timeout)
         if self.lightning_module is not None:  # a plain script may start the launcher by itself
             lightning_internals.set_device_mesh(self.lightning_module, self._mesh.mesh)
+            lightning_internals.forget_hook(self.lightning_module)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options
@@ -835,12 +836,12 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
-        group = group or self._mesh.group
         tensor = collectives.full(tensor)
         num_averaged = None
         self._check_communication()
-        if self._run is not None:
+        if self._run is not None and group is None:  # a group of the user's may lack some ranks
             self._run.inputs.note_reduction()
+        group = group or self._mesh.group
         if self._run is not None and collectives.is_mean(reduce_op):
             inputs = self._run.inputs
             # With padding batches alone their mean is taken, by which a loss without weight may be divided.

@@ -92,6 +92,7 @@ class TrainingRun:
         self._options = options
         self._placement = placement
         self._sharding: dict[str, Any] = {}  # what was decided for FSDP2, and why
+        self._metrics_are_patched = False  # of the loader that is evaluated
         self._mesh = placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._check(fitting)
@@ -240,6 +241,7 @@ class TrainingRun:
     def _take_evaluated(self) -> bool:
         """Whether a loader has been evaluated, whose metrics are computed next."""
         has_evaluated = self.inputs.take_evaluated()
+        self._metrics_are_patched = False
         if has_evaluated:
             self.patch_metrics()  # also those that steps have made
         return has_evaluated
@@ -403,7 +405,8 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation(self.inputs.find_leader):
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                if args[1:2] == (0,):  # the first batch, after all hooks that may make metrics
+                if not self._metrics_are_patched:  # the first batch, after all hooks that may make metrics
+                    self._metrics_are_patched = True
                     self.patch_metrics()
                 with attention:
                     return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)

@@ -384,7 +384,7 @@ class UnevenInputs:
             raise RuntimeError(
                 "Ranks have logged values with on_step=True and sync_dist=True under other names, or in another order,"
                 " so that values of several names were reduced together: log the same names on all ranks, or with"
-                " on_step=False, on_epoch=True, which reduces each over the ranks that have logged it."
+                " on_step=False, on_epoch=True, which reduces each over the ranks that have logged it, if all log some."
             )
         if len({units for *_, units in told}) > len({first for *_, (first, _) in told}):
             raise RuntimeError(DIFFERENT_UNITS)

@@ -53,6 +53,11 @@ def current_hook(module: LightningModule) -> str | None:
     return module._current_fx_name
 
 
+def forget_hook(module: LightningModule) -> None:
+    """No hook of ``module`` runs: where one has raised, Lightning still names it in the next run."""
+    overwrite(module, "_current_fx_name", None)
+
+
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -172,3 +173,32 @@ def test_what_some_ranks_log_alone_is_refused(pool2: RankPool) -> None:
     }
     for kind, message in messages.items():
         assert [message in found for found in pool2.run(_refusal, kind)] == [True, True], kind
+
+
+class OfGroups(LabelledModule):
+    """Rank 0 logs for a group of its own, in training steps and over the epoch, and in validation."""
+
+    def on_fit_start(self) -> None:
+        self.group = dist.new_group([0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            options: dict[str, Any] = {"sync_dist": True, "sync_dist_group": self.group, "batch_size": 1}
+            self.log("step", 2.0, on_step=True, on_epoch=False, **options)
+            self.log("epoch", float(batch_idx), on_step=False, on_epoch=True, **options)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any) -> None:
+        if self.global_rank == 0:
+            self.log("val", 3.0, sync_dist=True, sync_dist_group=self.group, batch_size=1)
+
+
+def _log_for_a_group() -> dict[str, float]:
+    trainer = make_trainer(AutomodelStrategy(), num_sanity_val_steps=0)
+    trainer.fit(OfGroups(), _loader(6, 2), _loader(6, 2))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_of_a_group_of_the_users(pool2: RankPool) -> None:
+    """Other ranks neither log nor reduce it."""
+    assert pool2.run(_log_for_a_group) == [{"step": 2.0, "epoch": 1.0, "val": 3.0}, {}]

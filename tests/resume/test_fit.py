@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,30 @@ def test_own_state_comes_back(pool1: RankPool, tmp_path: Path) -> None:
     )
     assert resumed == saved
     assert [name for name in saved if fresh[name] == saved[name]] == []
+
+
+class Raises(Learner):
+    """Its fourth step raises, once."""
+
+    number = 0
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        self.number += 1
+        if self.number == 4:
+            raise Stop
+        return super().training_step(batch, batch_idx)
+
+
+def resume_what_has_raised(path: Path) -> list[str]:
+    """Runs on one rank: what differs where a module whose step has raised goes on in the same process."""
+    setting = Setting(DDP, DOUBLE, module=cache(Raises))  # one object for both runs
+    with pytest.raises(Stop):
+        run(setting, Saver("on_train_batch_end", 2, path))
+    return differences(run(replace(setting, module=Learner))[1], run(setting, seed=2, ckpt_path=path)[1])
+
+
+def test_a_module_whose_step_has_raised(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(resume_what_has_raised, tmp_path / "saved.ckpt") == [[]]
 
 
 def resume_with_used_up_timer(folder: Path) -> int:
