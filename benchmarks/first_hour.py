@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -146,9 +147,10 @@ class Driver:
             try:
                 status = process.wait(self.args.timeout)
             except subprocess.TimeoutExpired:
+                status = 124
+            finally:  # also where torchrun ends this process: the other would keep its GPU
                 process.kill()
                 process.wait()
-                status = 124
         ended = time.time()
         text = log.read_text(errors="replace")
         networks = []
@@ -550,6 +552,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args = parser().parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     driver = Driver(Place.from_environment(), args)
