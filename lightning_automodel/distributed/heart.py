@@ -130,11 +130,6 @@ class Heart:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def is_beating(self) -> bool:
-        """Whether the threads run in this process: a forked child inherits the object without them."""
-        return self._threads[0].is_alive()
-
     def raise_failure(self) -> None:
         """Raise RankFailedError if this rank knows of a failure."""
         if self.failure is not None:
@@ -290,5 +285,5 @@ running: list[Heart] = []
 
 
 def current() -> Heart | None:
-    """The heart of the run that this process is in, if any."""
-    return next((heart for heart in reversed(running) if heart.is_beating), None)
+    """The heart of the run that this process is in, if any: a forked child inherits hearts without their threads."""
+    return next((heart for heart in reversed(running) if heart._threads[0].is_alive()), None)

@@ -236,7 +236,10 @@ class LockStep(Recorder):
             self._differentiate(share * self._scale)
         self._turn.replayed_loss = float(loss.detach())
         self._turn.share = float(share.detach())
-        self._computed = self._gradients()
+        if self.context is not None:  # no engine averages these
+            rescale_clip.average_gradients_(list(self.plain.values()), self.context.group)
+        rescale_clip.share_experts_gradients_(list(self.parameters.values()))
+        self._computed = self._held_gradients()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, moment = pickle.loads(received)
@@ -258,13 +261,6 @@ class LockStep(Recorder):
         gradients = torch.autograd.grad(objective, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-
-    def _gradients(self) -> Parts:
-        """The gradients in ``.grad``, averaged where no engine does it."""
-        if self.context is not None:
-            rescale_clip.average_gradients_(list(self.plain.values()), self.context.group)
-        rescale_clip.share_experts_gradients_(list(self.parameters.values()))
-        return self._held_gradients()
 
     # --- One batch --------------------------------------------------------------------------------------------
 
