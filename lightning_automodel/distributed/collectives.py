@@ -1,8 +1,7 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,8 +16,6 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HOST = torch.device("cpu")
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
@@ -76,12 +73,12 @@ def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def broadcast_object(value: Any, src: int) -> Any:
-    """Rank ``src``'s picklable ``value``. A collective on the default group, if there is one."""
+def broadcast_object(value: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The picklable ``value`` of rank ``src`` in ``group``, else in the default group. A collective over it, if any."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src)
+    dist.broadcast_object_list(values, group=group, group_src=src)
     return values[0]
 
 
@@ -104,34 +101,23 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """What user code gathers from shards in this process: how often so far, what now, and what raises if it may not.
-
-    Any thread may read it.
-    """
+    """What user code gathers from shards in this process: how often so far, and what raises if it may not."""
 
     count = 0
-    current: str | None = None
     check: Callable[[], None] = staticmethod(lambda: None)
 
 
-@contextmanager
-def gathering(name: str, function: str) -> Iterator[None]:
-    """Context of a gather of a sharded tensor by user code, which every rank of its mesh must reach."""
+def note_gather() -> None:
+    """Note that user code gathers a sharded tensor, which every rank of its mesh must reach."""
     Gathers.check()
     Gathers.count += 1
-    before = Gathers.current
-    Gathers.current = f"{name} for {function}"
-    yield
-    Gathers.current = before  # not after an exception: what could not be gathered is told
 
 
-def disagreement(own: dict[Any, str], group: dist.ProcessGroup) -> str:
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup | None = None) -> str:
     """The first entry that differs from the first rank's, in words; empty on all ranks if they agree. A collective."""
-    received = [own]
-    dist.broadcast_object_list(received, group=group, group_src=0)
-    first = received[0]
+    first = broadcast_object(own, 0, group)
     found = [
-        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {group.rank()}"
+        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {dist.get_rank(group)}"
         for key in {**first, **own}
         if first.get(key) != own.get(key)
     ]

@@ -17,6 +17,7 @@ class Plan:
 
     Attributes:
         memory: Bytes by their content when memory is fullest; ``high_water`` is their sum.
+        state: Bytes of parameters, gradients and optimizer state, on the device or the host.
         sent: Number of collectives in a step by (group, kind, bytes), which are those of the larger side.
         groups: Ranks of each group, and how many of them are on one node.
     """
@@ -80,6 +81,7 @@ class Plan:
                 self._accumulated[p.unit] += p.numel * p.reduced
                 self._reduced[p.unit] += numel * self._shards * p.reduced
                 self._own[p.unit] += numel * p.stored
+        self.state = self._held.total() + self._own.total()
         if self.options.cpu_offload and not self.is_host:
             self._held.clear()
             self._own.clear()

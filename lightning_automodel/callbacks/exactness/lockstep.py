@@ -101,11 +101,12 @@ class LockStep(Recorder):
                 turn.whole_count = sum(each.count for each in slices) / len(slices)
                 self.turns.append(turn)
 
-    def unequal(self) -> list[str]:
-        """Plain parameters of which ranks hold different values, by their sums."""
-        sums = [float(p.detach().double().sum().nan_to_num()) for p in self.plain.values()]
-        of_ranks = zip(*collectives.gather_objects(sums), strict=True)
-        return [name for name, found in zip(self.plain, of_ranks, strict=True) if len(set(found)) > 1]
+    def unequal(self) -> str:
+        """The first plain parameter of which ranks hold different values, with its sums; empty if there is none."""
+        sums = {
+            f"the sum of {name}": f"{float(p.detach().double().sum())}" for name, p in self.plain.items()
+        }
+        return collectives.disagreement(sums)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
