@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_automodel.callbacks import report_page
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.running_strategy import automodel, below_root
 from lightning_automodel.callbacks.step_monitor import StepMonitor
 
 
@@ -94,13 +94,7 @@ class TrainingReport(Callback):
                 facts["Configuration"] = strategy.describe()
             history = self._history[self._first_entry :]
             page = report_page.render(self._title, facts, history, self._validated)
-            if "://" in self._path:
-                root = ""
-            else:
-                root = trainer.default_root_dir
-            filesystem, path = fsspec.url_to_fs(os.path.join(root, self._path))
-            filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            with filesystem.open(path, "w", encoding="utf-8") as file:
+            with fsspec.open(below_root(trainer, self._path), "w") as file:  # makes its directory
                 file.write(page)
         except Exception as error:  # a report must not end the run, nor hide the exception that did
             rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")
