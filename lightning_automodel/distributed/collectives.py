@@ -101,7 +101,7 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """What user code gathers from shards in this process: how often so far, and what raises if it may not."""
+    """How often user code has gathered shards in this process, and what raises where it must not communicate."""
 
     count = 0
     check: Callable[[], None] = staticmethod(lambda: None)
