@@ -42,7 +42,7 @@ class StopAgreement:
         self._has_promised = False
         self._may_go_on = threading.Event()  # nothing is left to wait for: it is decided, or will never be
         self.step = 0  # that this rank is in, from 1
-        self.last_step: int | None = None  # after which all ranks stop, or have stopped; once that is decided
+        self.last_step: int | None = None  # after which all ranks stop, once that is decided
         self.requeues = False  # whether they stop to save and requeue
         self.asked_by: int | None = None  # the first rank to ask
 
