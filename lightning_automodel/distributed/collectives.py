@@ -1,7 +1,8 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
@@ -73,12 +76,12 @@ def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def broadcast_object(value: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
-    """The picklable ``value`` of rank ``src`` in ``group``, else in the default group. A collective over it, if any."""
+def broadcast_object(value: Any, src: int) -> Any:
+    """Rank ``src``'s picklable ``value``. A collective on the default group, if there is one."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=src)
+    dist.broadcast_object_list(values, src)
     return values[0]
 
 
@@ -101,23 +104,34 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """How often user code has gathered shards in this process, and what raises where it must not communicate."""
+    """What user code gathers from shards: how often so far, what now; and what raises where it must not communicate.
+
+    Any thread may read it.
+    """
 
     count = 0
+    current: str | None = None
     check: Callable[[], None] = staticmethod(lambda: None)
 
 
-def note_gather() -> None:
-    """Note that user code gathers a sharded tensor, which every rank of its mesh must reach."""
+@contextmanager
+def gathering(name: str, function: str) -> Iterator[None]:
+    """Context of a gather of a sharded tensor by user code, which every rank of its mesh must reach."""
     Gathers.check()
     Gathers.count += 1
+    before = Gathers.current
+    Gathers.current = f"{name} for {function}"
+    yield
+    Gathers.current = before  # not after an exception: what could not be gathered is told
 
 
-def disagreement(own: dict[Any, str], group: dist.ProcessGroup | None = None) -> str:
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup) -> str:
     """The first entry that differs from the first rank's, in words; empty on all ranks if they agree. A collective."""
-    first = broadcast_object(own, 0, group)
+    received = [own]
+    dist.broadcast_object_list(received, group=group, group_src=0)
+    first = received[0]
     found = [
-        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {dist.get_rank(group)}"
+        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {group.rank()}"
         for key in {**first, **own}
         if first.get(key) != own.get(key)
     ]

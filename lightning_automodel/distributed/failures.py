@@ -20,8 +20,8 @@ MISSING = "missing"
 WAITED = "waited in vain"
 RUN_ON_ALL_RANKS = (
     "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only:"
-    " calling, saving or exporting a sharded model, computing with its parameters (such as their norm),"
-    " self.log(..., sync_dist=True), self.all_gather. And the same parameters must be trainable on all ranks."
+    " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
+    " same parameters must be trainable on all ranks."
 )
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier|pair closure)\b")
 

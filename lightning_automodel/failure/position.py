@@ -6,6 +6,8 @@ import threading
 import traceback
 from types import FrameType
 
+from lightning_automodel.distributed.collectives import Gathers
+
 WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
 COLLECTIVE = (
     "/torch/distributed/",
@@ -14,6 +16,7 @@ COLLECTIVE = (
     "/lightning_automodel/failure/",
 )
 RUN = "/lightning_automodel/failure/supervisor.py"
+GATHERS = "/lightning_automodel/sharding/whole_copies.py"
 FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
 
 
@@ -21,7 +24,8 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     """Whether the main thread waits in a collective, and its lines of user code, in a run below it.
 
     These are the line that Lightning called and the innermost one; without user code, the innermost of all.
-    If an ``exception`` is given, these are the lines that it came through.
+    If an ``exception`` is given, these are the lines that it came through. Where that code computes with a
+    sharded tensor, it says what is gathered, and what to do if other ranks do not come to it.
     """
     if exception:
         frames = [*traceback.walk_tb(exception.__traceback__)][::-1]
@@ -36,7 +40,13 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     below = max((index for index, entry in enumerate(stack) if RUN in entry[0]), default=len(stack))
     own = [entry for entry in stack[:below] if not any(part in entry[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])
-    return waits, ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
+    position = ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
+    gather = Gathers.current
+    if gather is not None and any(GATHERS in entry[0] for entry in stack):
+        position += (
+            f", which gathers {gather}: make all ranks call it, outside of `if trainer.is_global_zero`"
+        )
+    return waits, position
 
 
 def _main_thread_frames() -> list[tuple[FrameType, int]]:

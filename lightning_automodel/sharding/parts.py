@@ -101,9 +101,9 @@ def part_like(value: Any, like: Any, is_followed: bool) -> Any:
     if needs_gradient:
         raise NeedsWholes
     if isinstance(value, View):
-        value.source.refresh()
+        value.source.refresh("broadcast_to")
     if isinstance(value, DTensor):
-        value = gather(value)
+        value = gather(value, "broadcast_to")
     if value.ndim == 0:  # does not promote dtypes, and may lie on another device
         return value
     try:
@@ -157,9 +157,9 @@ def reduced(call: Call) -> Any:
     parts = list(map(local_tensor, tensors))
     dtype = wide_dtype(tensors[0].device)
     if is_sum:
-        sums = add_up(parts[0].sum(dtype=dtype).reshape(1), tensors)
+        sums = add_up(parts[0].sum(dtype=dtype).reshape(1), tensors, call.name)
     else:
         squares = torch.stack(torch._foreach_norm(parts, dtype=dtype)).square()
-        sums = add_up(squares, tensors).sqrt()
+        sums = add_up(squares, tensors, call.name).sqrt()
     numbers = sums.to(tensors[0].dtype).unbind()  # one kernel for all
     return list(numbers) if is_list else numbers[0]

@@ -245,7 +245,7 @@ def _grad(call: Call) -> Any:
         if gradient is None:
             gradient = of_copy
         elif of_copy is not None and copied is not tensor:
-            gradient = gather(gradient) + of_copy
+            gradient = gather(gradient, call.name) + of_copy
         if gradient is None and not may_be_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set"

@@ -94,7 +94,7 @@ def is_recorded(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def add_up(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def add_up(values: Tensor, tensors: Sequence[Tensor], function: str) -> Tensor:
     """[n] numbers of this rank's parts of n tensors, each added up over the ranks that hold the other parts.
 
     A collective on the meshes of the tensors, one for each group that some of them are sharded over.
@@ -105,28 +105,31 @@ def add_up(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
             sharded[group].append(index)
     for group, indices in sharded.items():
         first: Any = tensors[indices[0]]
-        collectives.note_gather()
-        total = values[indices].to(first.device_mesh.device_type)  # of an offloaded tensor
-        dist.all_reduce(total, group=group)
-        values[indices] = total.to(values.device)
+        with collectives.gathering(name_of(first), function):
+            total = values[indices].to(first.device_mesh.device_type)  # of an offloaded tensor
+            dist.all_reduce(total, group=group)
+            values[indices] = total.to(values.device)
     return values
 
 
-def gather(shard: DTensor) -> Tensor:
-    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's."""
+def gather(shard: DTensor, function: str) -> Tensor:
+    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
+
+    ``function`` is what it is gathered for: if some rank does not come, messages name it.
+    """
     if shard.device_mesh.device_type == "cpu":
         # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is
         # alone waits.
-        add_up(torch.zeros(1), [shard])
-    collectives.note_gather()
-    if is_recorded(shard):
-        return shard.full_tensor().clone()  # autograd lets nobody write to what is itself a view
-    # Tensors of inference mode would not tell of writes.
-    with torch.inference_mode(False), torch.no_grad():
-        part = local_tensor(shard)
-        # An offloaded shard lies on the host, where its ranks may not communicate.
-        moved = part.to(shard.device_mesh.device_type)
-        return with_part(DTensor, moved, shard).full_tensor().to(part.device)
+        add_up(torch.zeros(1), [shard], function)
+    with collectives.gathering(name_of(shard), function):
+        if is_recorded(shard):
+            return shard.full_tensor().clone()  # autograd lets nobody write to what is itself a view
+        # Tensors of inference mode would not tell of writes.
+        with torch.inference_mode(False), torch.no_grad():
+            part = local_tensor(shard)
+            # An offloaded shard lies on the host, where its ranks may not communicate.
+            moved = part.to(shard.device_mesh.device_type)
+            return with_part(DTensor, moved, shard).full_tensor().to(part.device)
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
@@ -171,9 +174,9 @@ class GatheredCopy:
         whole: A plain tensor, equal on all ranks.
     """
 
-    def __init__(self, shard: DTensor) -> None:
+    def __init__(self, shard: DTensor, function: str) -> None:
         self.shard = shard
-        self.whole = gather(shard)
+        self.whole = gather(shard, function)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -181,15 +184,18 @@ class GatheredCopy:
         self._whole_version = version(self.whole)
 
     @torch.no_grad()
-    def gather_again(self) -> None:
+    def gather_again(self, function: str) -> None:
         """Show the shard as it is now. A collective on its mesh."""
-        self.whole.copy_(gather(self.shard))
+        self.whole.copy_(gather(self.shard, function))
         self._note_versions()
 
-    def refresh(self) -> None:
-        """Gather again if the shard was written since, for a view that is used again. Then a collective."""
+    def refresh(self, function: str) -> None:
+        """Gather again if the shard was written since, for a view that is used again. Then a collective.
+
+        A view that one rank alone has kept may thus wait for the others, which are told what for.
+        """
         if versions([self.shard]) != self._shard_version:
-            self.gather_again()
+            self.gather_again(function)
 
     def carry(self, function: str, is_followed: bool) -> None:
         """Write into the shard what ``function`` has changed the whole tensor to, if it has. Not a collective.
@@ -223,17 +229,17 @@ _copies: WeakValueDictionary[int, GatheredCopy] = WeakValueDictionary()
 """Copies that views share, by the id of the shard, which its copy keeps alive."""
 
 
-def _copy_of(shard: DTensor) -> GatheredCopy:
+def _copy_of(shard: DTensor, function: str) -> GatheredCopy:
     """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh."""
     if is_recorded(shard):  # by autograd, so that it is nobody else's
-        return GatheredCopy(shard)
+        return GatheredCopy(shard, function)
     kept = _copies.get(id(shard))
     if kept is None:
-        kept = GatheredCopy(shard)
+        kept = GatheredCopy(shard, function)
         _copies[id(shard)] = kept
     else:
         # Also if it is up to date: it may live on some ranks alone, and all must come.
-        kept.gather_again()
+        kept.gather_again(function)
     return kept
 
 
@@ -289,11 +295,11 @@ def on_wholes(call: Call) -> Any:
 
     def whole_of(value: Any) -> Any:
         if isinstance(value, View):
-            value.source.refresh()
+            value.source.refresh(call.name)
             copies[id(value)] = value.source
         elif isinstance(value, DTensor):
             if id(value) not in copies:
-                copies[id(value)] = _copy_of(value)
+                copies[id(value)] = _copy_of(value, call.name)
             return copies[id(value)].whole
         return value
 

@@ -312,6 +312,10 @@ DIVERGED = (
     "rank 1 on HOST failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in"
     " step 3"
 )
+GATHERS = (
+    " in log_norm, which gathers head.weight for norm: make all ranks call it, outside of"
+    " `if trainer.is_global_zero`"
+)
 RACES = [
     Row(two_raise, (1, 1, 1), (FAILED.format("[12]"), NO_LABELS.format(1), NO_LABELS.format(2))),
     Row(
@@ -347,7 +351,7 @@ ROWS = [
     ),
     Row(sigterm_in_a_world_of_one, (SIGTERM_STATUS,), ("",)),
     Row(stops_on_one_rank_alone, (1, 1), (DIVERGED,) * 2),
-    Row(gathers_on_one_rank_alone, (1, 1), (" in log_norm, ",) * 2),
+    Row(gathers_on_one_rank_alone, (1, 1), (GATHERS,) * 2),
     Row(all_are_suspended, (0, 0), ("went on",) * 2, in_sweep=True),
     Row(
         call_different_collectives,
