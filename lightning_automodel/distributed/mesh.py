@@ -140,7 +140,7 @@ class RunMesh:
 
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""
-        names = self.mesh.mesh_dim_names or ()
+        names = self.mesh.mesh_dim_names or (DATA,)
         sizes = dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
         if self.expert_fsdp is not None:
             sizes[SHARD] = self.sizes.shard
@@ -219,6 +219,8 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     """
 
     def view(*names: str) -> DeviceMesh:
+        if mesh.ndim == len(names):
+            return mesh
         with warnings.catch_warnings():
             # torch would rather have callers keep flattened meshes: so there is none of two dimensions.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
@@ -281,8 +283,9 @@ def adopt_mesh(
             f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the"
             " world, in their order: init_device_mesh lays them out so."
         )
+    names = mesh.mesh_dim_names or (DATA,)
     roles = _roles(mesh, data_parallel)
-    size = {role: mesh[name].size() for name, role in roles.items()}
+    size = {roles.get(name): size for name, size in zip(names, mesh.shape, strict=True)}
     sizes = resolve_sizes(
         data_parallel=data_parallel,
         data_parallel_size="auto",
@@ -309,6 +312,8 @@ def adopt_mesh(
 def _roles(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
     """The role of each dimension by the mesh's name of it, in the mesh's order."""
     names = mesh.mesh_dim_names or ("no name",) * mesh.ndim
+    if names == ("no name",):
+        names = (DATA,)
     dimensions = list(zip(names, mesh.shape, strict=True))
     known = {name: role for role, those in NAMES.items() for name in those}
     roles = {name: known.get(name, "") for name, size in dimensions if name in known or size > 1}

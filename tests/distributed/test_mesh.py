@@ -177,6 +177,7 @@ def adopt_all(arguments: list[tuple[Any, ...]]) -> list[Any]:
 ALL = [0, 1, 2, 3]
 SAME = {"tensor_parallel_size": 2, "data_parallel_size": "auto"}
 FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
+    (((4,), None), (MeshSizes(1, 4), None, (4,), ALL)),
     (((4,), ("dp",)), (MeshSizes(1, 4), ("dp",), (4,), ALL)),
     (((2, 2), ("dp", "tp")), (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2])),
     (((2, 2), ("dp_replicate", "fsdp")), (MeshSizes(2, 2), ("dp_replicate", "fsdp"), (2, 2), ALL)),
@@ -198,7 +199,7 @@ NEEDS = ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or "
 CONTRADICTS = "tensor_parallel_size=4 contradicts device_mesh, where it is 2: leave it out."
 OTHER = "device_mesh is for devices of type 'cpu', but this run's are of type 'cuda': build it with"
 UNFIT: list[tuple[tuple[Any, ...], str]] = [
-    (((4,), None), f"{HAS}'no name' (4){NEEDS}"),
+    (((2, 2), None), f"{HAS}'no name' (2), 'no name' (2){NEEDS}"),
     (((2, 2), ("dp", "pp")), f"{HAS}'dp' (2), 'pp' (2){NEEDS}"),
     (((2, 2), ("dp", "data")), f"{HAS}'dp' (2), 'data' (2){NEEDS}"),
     (((4,), ("tp",)), f"{HAS}'tp' (4){NEEDS}"),
