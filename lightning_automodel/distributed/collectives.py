@@ -76,12 +76,12 @@ def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def broadcast_object(value: Any, src: int) -> Any:
-    """Rank ``src``'s picklable ``value``. A collective on the default group, if there is one."""
+def broadcast_object(value: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The picklable ``value`` of rank ``src`` in ``group``, else in the default group. A collective over it, if any."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src)
+    dist.broadcast_object_list(values, group=group, group_src=src)
     return values[0]
 
 
@@ -125,13 +125,11 @@ def gathering(name: str, function: str) -> Iterator[None]:
     Gathers.current = before  # not after an exception: what could not be gathered is told
 
 
-def disagreement(own: dict[Any, str], group: dist.ProcessGroup) -> str:
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup | None = None) -> str:
     """The first entry that differs from the first rank's, in words; empty on all ranks if they agree. A collective."""
-    received = [own]
-    dist.broadcast_object_list(received, group=group, group_src=0)
-    first = received[0]
+    first = broadcast_object(own, 0, group)
     found = [
-        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {group.rank()}"
+        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {dist.get_rank(group)}"
         for key in {**first, **own}
         if first.get(key) != own.get(key)
     ]
