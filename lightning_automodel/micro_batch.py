@@ -139,7 +139,7 @@ class MicroBatches:
         # Before backwards in the step that are not the strategy's.
         self.engine.track({p for p in windows.parameters if p.requires_grad})
         if windows.mesh.tensor_group is not None:
-            check_same_batch(batch, windows.mesh.tensor_group, windows.device, "tensor-parallel")
+            check_same_batch(batch, windows.mesh.tensor_group, "tensor-parallel")
         if self.ahead is not None and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
 

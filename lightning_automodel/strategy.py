@@ -453,7 +453,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.close()
         if self._supervisor.has_failed:
             return
-        self._check_communication()
+        collectives.Gathers.check()
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup":
             self._prepare_setup_hooks()
@@ -838,7 +838,7 @@ class AutomodelStrategy(ParallelStrategy):
             return tensor
         tensor = collectives.full(tensor)
         num_averaged = None
-        self._check_communication()
+        collectives.Gathers.check()
         if self._run is not None and group is None:  # a group of the user's may lack some ranks
             self._run.inputs.note_reduction()
         group = group or self._mesh.group
@@ -849,10 +849,6 @@ class AutomodelStrategy(ParallelStrategy):
             if inputs.is_filler and num_averaged < group.size():
                 tensor = torch.zeros_like(tensor)
         return collectives.reduce_tensor(tensor, group, reduce_op, self.root_device, num_averaged)
-
-    def _check_communication(self) -> None:
-        if self._run is not None:
-            self._run.inputs.check_communication()
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -886,7 +882,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._check_communication()
+        collectives.Gathers.check()
         return collectives.broadcast_object(obj, src)
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -946,7 +942,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._supervisor.is_alone:
             return False
-        self._check_communication()
+        collectives.Gathers.check()
         timeout = self._options.parsed_timeout
         # All ranks come to the save before the job is requeued, but may not to another one at a stop.
         if self._supervisor.has_failed and not self._requeues:

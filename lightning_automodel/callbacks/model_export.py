@@ -1,7 +1,6 @@
 """The callback that exports the model when a fit ends."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_automodel.callbacks.running_strategy import below_root
 from lightning_automodel.checkpoint import check_export, export_hugging_face
 
 
@@ -52,15 +52,10 @@ class ModelExport(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Checked now, not after days of training.
-        check_export(pl_module, self._place(trainer), **self._options)
+        check_export(pl_module, below_root(trainer, self._path), **self._options)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not in on_train_end, where other callbacks may still replace the weights by averages.
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            export_hugging_face(pl_module, self._place(trainer), **self._options)
-
-    def _place(self, trainer: pl.Trainer) -> str | Path:
-        if "://" in self._path:
-            return self._path
-        return Path(trainer.default_root_dir) / self._path
+            export_hugging_face(pl_module, below_root(trainer, self._path), **self._options)

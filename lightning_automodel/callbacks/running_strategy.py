@@ -1,4 +1,6 @@
-"""What callbacks, which work under any strategy, need to know of the Trainer's strategy if it is ours."""
+"""What callbacks need to know of the Trainer, whose strategy may be any, and of ours."""
+
+import os
 
 import lightning.pytorch as pl
 
@@ -19,3 +21,10 @@ def run_of(trainer: pl.Trainer) -> TrainingRun | None:
     if strategy is None:
         return None
     return strategy._run
+
+
+def below_root(trainer: pl.Trainer, path: str) -> str:
+    """``path``, if it is relative below the Trainer's ``default_root_dir``."""
+    if "://" in path:
+        return path
+    return os.path.join(trainer.default_root_dir, path)

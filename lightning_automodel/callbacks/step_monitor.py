@@ -76,32 +76,27 @@ class StepMonitor(Callback):
             self._log(trainer, pl_module, step)
             self._begin_interval(step)
 
-    def _values(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The values to log. Waits for the device."""
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
+        """Log the values, which waits for the device."""
         values = {"train/learning_rate": float(self._learning_rate)}
         report = _last_step(trainer)
-        if report is None:
-            return values
-        values["train/loss"] = float(report.loss)
-        if report.grad_norm is not None:
-            values["train/grad_norm"] = float(report.grad_norm)
+        if report is not None:
+            values["train/loss"] = float(report.loss)
+            if report.grad_norm is not None:
+                values["train/grad_norm"] = float(report.grad_norm)
         label_tokens = float(self._label_tokens)
         if label_tokens:
             values["train/label_tokens"] = label_tokens / self._steps
             values["train/tokens_per_second"] = label_tokens / (time.perf_counter() - self._started_at)
-        return values
-
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        values = self._values(trainer)
         # Through `pl_module.log` loggers would get only steps that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
-        # Tensors on the host, since Lightning reads values of the progress bar in every batch.
-        on_host = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         run = run_of(trainer)
         with nullcontext() if run is None else run.inputs.logging_of_all_ranks():
-            for name, value in on_host.items():
-                pl_module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+            for name, value in values.items():
+                # On the host, since Lightning reads values of the progress bar in every batch.
+                on_host = torch.tensor(value, dtype=torch.float64)
+                pl_module.log(name, on_host, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         self.history.append({"step": step, **values})
 
 

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_automodel.callbacks import report_page
+from lightning_automodel.callbacks.running_strategy import automodel, below_root
 from lightning_automodel.callbacks.step_monitor import StepMonitor
-from lightning_automodel.strategy import AutomodelStrategy
 
 
 class TrainingReport(Callback):
@@ -77,30 +77,24 @@ class TrainingReport(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING and hasattr(self, "_history"):
-            self._write(trainer, {"Ended by": f"{type(exception).__name__}: {exception}"})
+            self._write(trainer, **{"Ended by": f"{type(exception).__name__}: {exception}"})
 
-    def _write(self, trainer: pl.Trainer, ended_by: dict[str, str] | None = None) -> None:
+    def _write(self, trainer: pl.Trainer, **ended_by: str) -> None:
         if not trainer.is_global_zero:
             return
         try:
-            strategy = trainer.strategy
             facts: dict[str, Any] = {
-                "Strategy": type(strategy).__name__,
+                "Strategy": type(trainer.strategy).__name__,
                 "Ranks": trainer.world_size,
                 "Steps": trainer.global_step,
-                **(ended_by or {}),
+                **ended_by,
             }
-            if isinstance(strategy, AutomodelStrategy):
+            strategy = automodel(trainer)
+            if strategy is not None:
                 facts["Configuration"] = strategy.describe()
             history = self._history[self._first_entry :]
             page = report_page.render(self._title, facts, history, self._validated)
-            if "://" in self._path:
-                root = ""
-            else:
-                root = trainer.default_root_dir
-            filesystem, path = fsspec.url_to_fs(os.path.join(root, self._path))
-            filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            with filesystem.open(path, "w", encoding="utf-8") as file:
+            with fsspec.open(below_root(trainer, self._path), "w") as file:  # makes its directory
                 file.write(page)
         except Exception as error:  # a report must not end the run, nor hide the exception that did
             rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")

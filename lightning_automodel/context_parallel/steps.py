@@ -54,7 +54,7 @@ class ContextParallelSteps:
         sliced = self.slices.slice(batch)
         self.whole = batch
         if is_first:
-            check_same_batch(batch, self.group, self._module.device, "context-parallel")
+            check_same_batch(batch, self.group, "context-parallel")
         count = self._count_label_tokens
         if is_first and count is not None:
             of_whole = float(count(self.slices.complete(batch)))

@@ -1,7 +1,6 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,12 +76,12 @@ def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def broadcast_object(value: Any, src: int) -> Any:
-    """Rank ``src``'s picklable ``value``. A collective on the default group, if there is one."""
+def broadcast_object(value: Any, src: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The picklable ``value`` of rank ``src`` in ``group``, else in the default group. A collective over it, if any."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src)
+    dist.broadcast_object_list(values, group=group, group_src=src)
     return values[0]
 
 
@@ -105,7 +104,7 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """What user code gathers from shards: how often so far, what at the moment, and what raises if it may not.
+    """What user code gathers from shards: how often so far, what now; and what raises where it must not communicate.
 
     Any thread may read it.
     """
@@ -126,25 +125,11 @@ def gathering(name: str, function: str) -> Iterator[None]:
     Gathers.current = before  # not after an exception: what could not be gathered is told
 
 
-def gathers_so_far() -> int:
-    """How many times user code has computed on whole tensors that it took from shards, in this process."""
-    return Gathers.count
-
-
-def disagreement(own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST) -> str:
-    """The first entry that differs from the first rank's, in words; empty on all ranks if they agree.
-
-    A collective over the group, of two numbers on ``device``, with objects only if ranks differ.
-    """
-    checksum = zlib.crc32(repr(own).encode())
-    largest = reduce_tensor(torch.tensor([checksum, -checksum]), group, "max", device).tolist()
-    if largest[0] == -largest[1]:
-        return ""
-    received = [own]
-    dist.broadcast_object_list(received, group=group, group_src=0)
-    first = received[0]
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup | None = None) -> str:
+    """The first entry that differs from the first rank's, in words; empty on all ranks if they agree. A collective."""
+    first = broadcast_object(own, 0, group)
     found = [
-        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {group.rank()}"
+        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {dist.get_rank(group)}"
         for key in {**first, **own}
         if first.get(key) != own.get(key)
     ]

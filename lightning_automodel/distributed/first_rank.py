@@ -71,7 +71,7 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             RuntimeError: In another block.
         """
-        block = _block(self._group, self._scope, self._timeout)
+        block = self._enter()
         is_first = block.__enter__()
         self._block = block  # now: another block within this one raises
         return is_first
@@ -80,69 +80,66 @@ class FirstRankPerNode(ContextDecorator):
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
         self._block.__exit__(*raised)
 
+    @contextmanager
+    def _enter(self) -> Iterator[bool]:
+        """Context of a block, in a group that is made where the environment tells of one."""
+        with ExitStack() as at_end:
+            is_told_of_ranks = all(os.environ.get(name) for name in ENVIRONMENT)
+            can_join = self._group is None and not dist.is_initialized() and is_told_of_ranks
+            if can_join and process_group.get_world_size_safe() > 1:
+                process_group.initialize_distributed("gloo", self._timeout)
+                at_end.callback(process_group.destroy_global_state)
+            group = self._group or dist.group.WORLD
+            if group is None or group.size() == 1:
+                yield True
+            else:
+                yield from self._meetings(group, at_end)
 
-@contextmanager
-def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) -> Iterator[bool]:
-    """Context of a block, in a group that is made where the environment tells of one."""
-    with ExitStack() as at_end:
-        is_told_of_ranks = all(os.environ.get(name) for name in ENVIRONMENT)
-        can_join = group is None and not dist.is_initialized() and is_told_of_ranks
-        if can_join and process_group.get_world_size_safe() > 1:
-            process_group.initialize_distributed("gloo", timeout)
-            at_end.callback(process_group.destroy_global_state)
-        group = group or dist.group.WORLD
-        if group is None or group.size() == 1:
-            yield True
-        else:
-            yield from _meetings(group, scope, timeout, at_end)
+    def _meetings(self, group: dist.ProcessGroup, at_end: ExitStack) -> Iterator[bool]:
+        """Wait for all others, and for the first rank's work; yield whether this rank goes first; wait for all again.
 
-
-def _meetings(
-    group: dist.ProcessGroup, scope: Scope, timeout: timedelta, at_end: ExitStack
-) -> Iterator[bool]:
-    """Wait for all others, and for the first rank's work; yield whether this rank goes first; wait for all again.
-
-    A collective of the group, through the store.
-    """
-    dist.get_rank(group)  # raises if the group was destroyed
-    rank = dist.get_rank()
-    members = dist.get_process_group_ranks(group)
-    running = heart.current()
-    if running is not None and running.is_in_block:
-        raise RuntimeError(
-            "A FirstRankPerNode block cannot be inside another one: leave that one first. With"
-            " first_rank_setup=True, `setup` hooks are in one already, and need none of their own."
-        )
-    # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
-    # path holds the lowest rank, since torch may give one name to groups that share no rank.
-    path = f"{group.group_name}.{min(members)}"
-    path += f"/{process_group.next_number(path)}"
-    name = f"FirstRankPerNode(scope={scope!r})"
-    if running is None:
-        store = dist.PrefixStore(f"first_rank/{path}", process_group.connection(timeout))
-        running = Heart(rank, members, store, timeout.total_seconds())
-        running.record.where = name
-        running.start()
-        at_end.callback(running.close)
-    running.is_in_block = True
-    at_end.callback(setattr, running, "is_in_block", False)
-    try:
-        entry = f"the entry to {name} {path}"
-        own = node_of(rank)
-        nodes = zip(members, running.meet(entry, members, own, timeout.total_seconds()), strict=True)
-        peers = [member for member, node in nodes if scope == "global" or node == own]
-        first = min(peers)
-        after_work = f"the work of rank {first} in {name} {path}"
-        if rank != first:
-            running.meet(after_work, peers, None, LONGEST_WORK_S)
-        yield rank == first
-        if rank == first:
-            running.meet(after_work, peers, None, LONGEST_WORK_S)
-        running.meet(f"the end of {name} {path}", members, None, LONGEST_WORK_S)
-    except BaseException as error:
-        with suppress(*STORE_ERRORS):
-            meeting.post(running.store, RankFailure.from_exception(error, rank, name))
-        raise
+        A collective of the group, through the store.
+        """
+        dist.get_rank(group)  # raises if the group was destroyed
+        rank = dist.get_rank()
+        timeout_s = self._timeout.total_seconds()
+        members = dist.get_process_group_ranks(group)
+        running = heart.current()
+        if running is not None and running.is_in_block:
+            raise RuntimeError(
+                "A FirstRankPerNode block cannot be inside another one: leave that one first. With"
+                " first_rank_setup=True, `setup` hooks are in one already, and need none of their own."
+            )
+        # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
+        # path holds the lowest rank, since torch may give one name to groups that share no rank.
+        path = f"{group.group_name}.{min(members)}"
+        path += f"/{process_group.next_number(path)}"
+        name = f"FirstRankPerNode(scope={self._scope!r})"
+        if running is None:
+            store = dist.PrefixStore(f"first_rank/{path}", process_group.connection(self._timeout))
+            running = Heart(rank, members, store, timeout_s)
+            running.record.where = name
+            running.start()
+            at_end.callback(running.close)
+        running.is_in_block = True
+        at_end.callback(setattr, running, "is_in_block", False)
+        try:
+            entry = f"the entry to {name} {path}"
+            own = node_of(rank)
+            nodes = zip(members, running.meet(entry, members, own, timeout_s), strict=True)
+            peers = [member for member, node in nodes if self._scope == "global" or node == own]
+            first = min(peers)
+            after_work = f"the work of rank {first} in {name} {path}"
+            if rank != first:
+                running.meet(after_work, peers, None, LONGEST_WORK_S)
+            yield rank == first
+            if rank == first:
+                running.meet(after_work, peers, None, LONGEST_WORK_S)
+            running.meet(f"the end of {name} {path}", members, None, LONGEST_WORK_S)
+        except BaseException as error:
+            with suppress(*STORE_ERRORS):
+                meeting.post(running.store, RankFailure.from_exception(error, rank, name))
+            raise
 
 
 def node_of(rank: int) -> str:

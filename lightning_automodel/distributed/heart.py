@@ -9,7 +9,7 @@ Every message that names a rank comes from one of these lines. Once hearts beat,
 
     what it says                         who decides it
     failed in <hook>: <error>            the rank itself: `Supervisor._post_cause`; in a block of `FirstRankPerNode`,
-                                         `first_rank._meetings`; in its heart, `Heart._beat_on`; while it joins,
+                                         `FirstRankPerNode._meetings`; in its heart, `Heart._beat_on`; while it joins,
                                          `join._join`, and `join._enter` for two processes of one rank
     its process has ended,               `failures.silence`, asked by the rank that watches it (`Heart._judge`), or by
       or missed heartbeats               the first rank whose collective has failed (`report.explain`, of `Watch.why`)
@@ -48,8 +48,6 @@ BEAT_S = 0.25
 MISSED_BEATS = 8
 BEATS_IN_A_FILE = 40
 JOIN_S = 1.0
-LINGER_S = 5.0
-LINGER_AFTER_FAILURE_S = 2.5
 END = "the end"  # of a heart, which a rank knows once it learns of a failure, or closes its own
 
 
@@ -130,11 +128,6 @@ class Heart:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def is_beating(self) -> bool:
-        """Whether the threads run in this process: a forked child inherits the object without them."""
-        return self._threads[0].is_alive()
-
     def raise_failure(self) -> None:
         """Raise RankFailedError if this rank knows of a failure."""
         if self.failure is not None:
@@ -183,7 +176,7 @@ class Heart:
         Rank 0 stays until the others close their hearts too, 5 s at most; after a failure until they know of it,
         2.5 s at most.
         """
-        limit_s = LINGER_S if self.failure is None else LINGER_AFTER_FAILURE_S
+        limit_s = meeting.LINGER_S if self.failure is None else meeting.LINGER_AFTER_FAILURE_S
         if self.store_answers:
             meeting.linger(self.store, END, self.rank, self.ranks, limit_s)
         self.record.has_left = True
@@ -290,5 +283,5 @@ running: list[Heart] = []
 
 
 def current() -> Heart | None:
-    """The heart of the run that this process is in, if any."""
-    return next((heart for heart in reversed(running) if heart.is_beating), None)
+    """The heart of the run that this process is in, if any: a forked child inherits hearts without their threads."""
+    return next((heart for heart in reversed(running) if heart._threads[0].is_alive()), None)

@@ -31,8 +31,6 @@ POLL_S = 0.05
 RESOLVING_S = 5.0
 ENVIRONMENT = "env://"
 JOIN = "joining"
-LINGER_S = 5.0
-LINGER_AFTER_FAILURE_S = 2.5
 MARGIN_S = 5.0  # for what follows the timeout
 KEYS = "lightning_automodel/joining"
 
@@ -218,7 +216,7 @@ def _join(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[
     except BaseException as error:
         with contextlib.suppress(*STORE_ERRORS):
             meeting.post(store, RankFailure.from_exception(error, rank, JOIN))
-        meeting.linger(store, JOIN, rank, ranks, LINGER_AFTER_FAILURE_S)
+        meeting.linger(store, JOIN, rank, ranks, meeting.LINGER_AFTER_FAILURE_S)
         raise
     finally:
         # Whoever comes later is in the next round. Every rank says so before it may come again.
@@ -251,6 +249,7 @@ def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
         raise RankFailedError(RankFailure(found.rank, host, JOIN, "ValueError", problem))
 
 
-def leave(found: Rendezvous, store: dist.Store, linger_s: float) -> None:
-    """Post that this rank no longer needs the store; its host waits up to ``linger_s`` seconds for all posts."""
-    meeting.linger(store, "the group", found.rank, range(found.world_size), linger_s)
+def leave(found: Rendezvous, store: dist.Store, aborts: bool = False) -> None:
+    """Post that this rank no longer needs the store. Its host waits some seconds for all posts, if not ``aborts``."""
+    limit_s = 0.0 if aborts else meeting.LINGER_S
+    meeting.linger(store, "the group", found.rank, range(found.world_size), limit_s)

@@ -29,6 +29,8 @@ from lightning_automodel.distributed.store import STORE_ERRORS, launcher_hosts_s
 FAILURE = "failure"
 NONE = "null"
 SEARCH_S = 2.0
+LINGER_S = 5.0
+LINGER_AFTER_FAILURE_S = 2.5
 
 
 def make(store: dist.Store, keys: Sequence[str]) -> None:

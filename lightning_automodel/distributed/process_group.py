@@ -259,7 +259,7 @@ def _join(
         if is_communication_error(error):
             error.add_note(network.ADVICE)
         if heart.current() is None:  # else the run's supervisor tells the others first, and then leaves
-            join.leave(found, store, join.LINGER_S)
+            join.leave(found, store)
         raise
     if is_gloo and dist.group.WORLD is not None:
         dist.group.WORLD.set_timeout(timeout)
@@ -370,7 +370,7 @@ def _leave(aborts: bool = False, is_exiting: bool = False) -> None:
                 # A mesh that was in use until now refers to the group, in a cycle with other meshes.
                 gc.collect()
         finally:
-            join.leave(found, store, 0.0 if aborts else join.LINGER_S)
+            join.leave(found, store, aborts)
 
 
 def _destroy_groups(aborts: bool) -> None:

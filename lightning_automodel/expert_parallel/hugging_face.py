@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
-from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import EXPERT, num_expert_ranks
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from lightning_automodel.expert_parallel.spread import spread_experts
-from lightning_automodel.internals.torch import not_compiled
+from lightning_automodel.internals.torch import not_compiled, parameters_of
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _WEIGHTS = "grouped_gemm"  # a parameter whose first dimension counts the experts
@@ -98,7 +96,8 @@ def _dispatched_forward(experts: Any, tokens: Tensor, chosen: Tensor, weights: T
         return output
     mesh = next(iter(spread.values())).device_mesh[EXPERT]
     num_experts = experts.num_experts
-    own_weights = {f"experts.{name}": parameter.to_local() for name, parameter in spread.items()}
+    own_weights = {name: parameter.to_local() for name, parameter in spread.items()}
+    parameters = parameters_of(experts)
 
     def compute(rows: Tensor, counts: list[int]) -> Tensor:
         if not len(rows):
@@ -109,23 +108,14 @@ def _dispatched_forward(experts: Any, tokens: Tensor, chosen: Tensor, weights: T
             torch.tensor(counts, device=rows.device), output_size=len(rows)
         )
         routing = expert_of_row.unsqueeze(1), rows.new_ones(len(rows), 1)
+        # Not its call, whose hooks run around the whole dispatch.
+        parameters.update(own_weights)
         experts.num_experts = len(counts)
         try:
-            computed: Tensor = functional_call(_AsItsClass(experts), own_weights, (rows, *routing))
+            computed: Tensor = type(experts).forward(experts, rows, *routing)
         finally:
+            parameters.update(spread)
             experts.num_experts = num_experts
         return computed
 
     return dispatch_tokens(tokens, chosen, weights, num_experts, compute, mesh)
-
-
-class _AsItsClass(nn.Module):
-    """Calls ``experts`` by the forward of its class, without its hooks, which run around the whole dispatch."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    @override
-    def forward(self, *args: Tensor) -> Any:
-        return type(self.experts).forward(self.experts, *args)

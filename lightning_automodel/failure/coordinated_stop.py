@@ -40,10 +40,9 @@ class StopAgreement:
         self._reason: str | None = None  # why this rank asks
         self.is_asked_here = False  # whether this rank asked to stop, be it besides a request to requeue
         self._has_promised = False
-        self.is_decided = False  # whether all ranks stop, or have stopped, after the same step
         self._may_go_on = threading.Event()  # nothing is left to wait for: it is decided, or will never be
         self.step = 0  # that this rank is in, from 1
-        self.last_step: int | None = None  # after which all ranks stop; once that is decided by promises
+        self.last_step: int | None = None  # after which all ranks stop, once that is decided
         self.requeues = False  # whether they stop to save and requeue
         self.asked_by: int | None = None  # the first rank to ask
 
@@ -55,10 +54,9 @@ class StopAgreement:
         self._reason = self._reason or reason
         self.is_asked_here = self.is_asked_here or not reason
 
-    def decide(self, last_step: int | None = None) -> None:
-        """Note that all ranks stop: after ``last_step``, or at the end of their run."""
+    def decide(self, last_step: int) -> None:
+        """Note that all ranks stop after ``last_step``."""
         self.last_step = last_step
-        self.is_decided = True
         self._may_go_on.set()
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:

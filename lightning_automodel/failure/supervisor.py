@@ -202,7 +202,8 @@ class Supervisor:
     @property
     def _stops_together(self) -> bool:
         """Whether all ranks stop, or have stopped, after the same step, and none has failed since."""
-        return self.watch is not None and self.watch.stop.is_decided and self.watch.failure is None
+        watch = self.watch
+        return watch is not None and watch.stop.last_step is not None and watch.failure is None
 
     @property
     def is_alone(self) -> bool:
@@ -232,7 +233,7 @@ class Supervisor:
         asked = self.watch.end()
         if any(asked):
             # No failure of this rank: another one may not have read yet that all have come.
-            self.watch.stop.decide()
+            self.watch.stop.decide(self.watch.stop.step)
             log.warning(
                 "Rank %s received SIGTERM: all ranks stop at the end of this run.", asked.index(True)
             )

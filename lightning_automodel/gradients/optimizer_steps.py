@@ -142,10 +142,10 @@ class OptimizerSteps:
                     " optimizer_step='shards'."
                 )
         self.whole.begin(optimizer)
-        self._gathers_before = collectives.gathers_so_far()
+        self._gathers_before = collectives.Gathers.count
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        num_gathers = collectives.gathers_so_far() - self._gathers_before
+        num_gathers = collectives.Gathers.count - self._gathers_before
         if num_gathers:
             self._say_once(
                 f"{type(optimizer).__name__} looks at whole tensors: its step took {num_gathers} of them"

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel.data.tensors import tensors_in
-from lightning_automodel.distributed.collectives import HOST
 
 Count = int | float | Tensor
 """Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
@@ -336,7 +335,8 @@ def reduce_loss(
         2.0
     """
     device = next(
-        (each.device for each in (*loss_store, total_num_tokens) if isinstance(each, Tensor)), HOST
+        (each.device for each in (*loss_store, total_num_tokens) if isinstance(each, Tensor)),
+        torch.device("cpu"),
     )
     sums = torch.zeros(2, dtype=wide_dtype(device), device=device)
     result_dtype = sums.dtype

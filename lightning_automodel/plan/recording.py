@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection, move_data_to_device
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_automodel.context_parallel import attention, hugging_face, slices
@@ -173,7 +173,11 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedB
             tensor_parallel.distribute(module, viewed)
             _note_units(micro, module, plugin, options, stack)
             if context > 1:
-                batch, sliced = _slice(module, batch, mesh, options, stack)
+                # Hugging Face models then attend across ranks.
+                adds_mask = hugging_face.let_models_attend_across(module, stack)
+                slicer = slices.SequenceSlices(0, options, adds_mask)
+                sliced = slicer.describe(batch, mesh[CONTEXT].get_group())
+                batch = slicer.slice(batch)
         _stand_in(stack)
         micro.follow((dict(module.named_buffers()), batch))
         micro.mark("gather", micro.num_units)
@@ -254,15 +258,6 @@ def _note_units(
     for index, parameter in enumerate(module.parameters()):
         if parameter.requires_grad:  # hooks come last, since the cast can remove earlier ones
             parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))
-
-
-def _slice(
-    module: nn.Module, batch: Any, mesh: DeviceMesh, options: StrategyOptions, stack: PatchStack
-) -> tuple[Any, Any]:
-    """The first rank's slice of the batch, and its description. Hugging Face models then attend across ranks."""
-    adds_mask = hugging_face.let_models_attend_across(module, stack)
-    slicer = slices.SequenceSlices(0, options, adds_mask)
-    return slicer.slice(batch), slicer.describe(batch, mesh[CONTEXT].get_group())
 
 
 def _stand_in(stack: PatchStack) -> None:

@@ -56,7 +56,7 @@ class SharedBuffers:
         self._names = self._list()  # one may have been None before
         shared = dict([*self._own(), *self._averaged()])
         shapes = {name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in shared.items()}
-        if differing := collectives.disagreement(shapes, self._group, self._device):
+        if differing := collectives.disagreement(shapes, self._group):
             raise ValueError(
                 f"A buffer of {type(self._module).__name__} differs on the ranks that hold different data:"
                 f" {differing} of these."

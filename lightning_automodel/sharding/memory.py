@@ -74,8 +74,8 @@ def spare_bytes(needed: dict[str, int], placement: Placement) -> int:
     A collective over the world, on the hosts.
     """
     free = free_bytes(placement.device, placement.local_ranks)
-    spare = torch.tensor(int(free * FREE_MEMORY_SHARE) - needed[STATE])
-    return int(collectives.reduce_tensor(spare, placement.host_group, "min", collectives.HOST))
+    spare = int(free * FREE_MEMORY_SHARE) - needed[STATE]
+    return min(collectives.gather_objects(spare, placement.host_group))
 
 
 def estimate(parameters: Iterable[nn.Parameter], device: torch.device) -> dict[str, int]:

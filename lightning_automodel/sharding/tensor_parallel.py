@@ -110,12 +110,12 @@ def share_random_state(group: dist.ProcessGroup | None, device: torch.device) ->
         module.set_rng_state(state.cpu())
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
+def check_same_batch(batch: Any, group: dist.ProcessGroup, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
-    A collective over the group, of one number. Copies all tensors to the host.
+    A collective over the group. Copies all tensors to the host.
     """
-    if collectives.disagreement({"checksum": str(checksum(batch))}, group, device):
+    if collectives.disagreement({"checksum": str(checksum(batch))}, group):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"

@@ -109,7 +109,7 @@ def test_samples_of_a_dataclass_that_checks_itself() -> None:
 
 
 def check_peers() -> None:
-    check_same_batch(Checked(torch.zeros(2)), dist.group.WORLD, torch.device("cpu"), "tensor-parallel")
+    check_same_batch(Checked(torch.zeros(2)), dist.group.WORLD, "tensor-parallel")
 
 
 def test_first_batches_of_peers_are_compared(pool2: RankPool) -> None:

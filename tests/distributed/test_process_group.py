@@ -169,7 +169,7 @@ def _leave_alone() -> float:
     if not info.is_main:
         os.kill(os.getpid(), signal.SIGKILL)
     started_at = time.monotonic()
-    join.LINGER_S = 1.0
+    join.meeting.LINGER_S = 1.0
     destroy_global_state()
     return time.monotonic() - started_at
 

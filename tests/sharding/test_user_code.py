@@ -350,17 +350,17 @@ def _gathers_of_facts() -> dict[str, int]:
     found = {}
     net = module._trained(module.optimizer)
     for name, fact in FACTS.items():
-        before = collectives.gathers_so_far()
+        before = collectives.Gathers.count
         fact(net)
-        found[name] = collectives.gathers_so_far() - before
+        found[name] = collectives.Gathers.count - before
     for name, reduce in REDUCED.items():
         with CommDebugMode() as communicated:
             reduce(net.weight.detach())
         counts = communicated.get_comm_counts().items()
         found[name] = sum(count for operator, count in counts if "all_gather" in str(operator))
-    before = collectives.gathers_so_far()
+    before = collectives.Gathers.count
     net.weight.sort()
-    found["a gather"] = collectives.gathers_so_far() - before
+    found["a gather"] = collectives.Gathers.count - before
     return found
 
 

@@ -101,11 +101,12 @@ class LockStep(Recorder):
                 turn.whole_count = sum(each.count for each in slices) / len(slices)
                 self.turns.append(turn)
 
-    def unequal(self) -> list[str]:
-        """Plain parameters of which ranks hold different values, by their sums."""
-        sums = [float(p.detach().double().sum().nan_to_num()) for p in self.plain.values()]
-        of_ranks = zip(*collectives.gather_objects(sums), strict=True)
-        return [name for name, found in zip(self.plain, of_ranks, strict=True) if len(set(found)) > 1]
+    def unequal(self) -> str:
+        """The first plain parameter of which ranks hold different values, with its sums; empty if there is none."""
+        sums = {
+            f"the sum of {name}": f"{float(p.detach().double().sum())}" for name, p in self.plain.items()
+        }
+        return collectives.disagreement(sums)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -236,7 +237,10 @@ class LockStep(Recorder):
             self._differentiate(share * self._scale)
         self._turn.replayed_loss = float(loss.detach())
         self._turn.share = float(share.detach())
-        self._computed = self._gradients()
+        if self.context is not None:  # no engine averages these
+            rescale_clip.average_gradients_(list(self.plain.values()), self.context.group)
+        rescale_clip.share_experts_gradients_(list(self.parameters.values()))
+        self._computed = self._held_gradients()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, moment = pickle.loads(received)
@@ -258,13 +262,6 @@ class LockStep(Recorder):
         gradients = torch.autograd.grad(objective, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-
-    def _gradients(self) -> Parts:
-        """The gradients in ``.grad``, averaged where no engine does it."""
-        if self.context is not None:
-            rescale_clip.average_gradients_(list(self.plain.values()), self.context.group)
-        rescale_clip.share_experts_gradients_(list(self.parameters.values()))
-        return self._held_gradients()
 
     # --- One batch --------------------------------------------------------------------------------------------
 

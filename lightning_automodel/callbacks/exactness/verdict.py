@@ -47,7 +47,7 @@ class StepResult:
         rounding: The same for gradients that differ by rounding alone.
         parameters: Errors of single parameters that are larger than rounding.
         explanation: The weights of micro-batches in the gradients, or the parameters that are off, in words.
-        unequal: Weights that are not the same on all ranks.
+        unequal: Of weights that are not the same on all ranks the first, in words.
         slope: The change of the loss along the gradients, relative to what they promise, by forwards alone;
             None if it was not measured.
         is_half: Whether it is in half precision, where rounding may be as large as a small error.
@@ -60,7 +60,7 @@ class StepResult:
     rounding: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
     explanation: str = ""
-    unequal: list[str] = field(default_factory=list)
+    unequal: str = ""
     slope: float | None = None
     is_half: bool = False
     is_wrong: bool = False
@@ -248,7 +248,7 @@ def conclude(
     problems = [step.problem for step in steps if step.problem]
     checked = [step for step in steps if not step.problem]
     wrong = [step for step in checked if step.is_wrong]
-    unequal = sorted({name for step in steps for name in step.unequal})
+    unequal = next((step.unequal for step in steps if step.unequal), "")
     if wrong_count or wrong or unequal:
         verdict = WRONG
     elif problems:
@@ -281,7 +281,7 @@ def conclude(
     ):
         lines[-1] += " Unequal counts, as in a short last window, were not seen."
     if unequal:
-        lines.append(f"Ranks hold different weights: {list_first(unequal, 4)}.")
+        lines.append(f"Ranks hold different weights: {unequal}.")
     if checked and not wrong_count and counting.unit != "micro-batch":
         lines.append(counting.sentence())
     if steps[0].keeps_promise:
