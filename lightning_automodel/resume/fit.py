@@ -254,9 +254,6 @@ class Resume:
             if plain in extra_states:
                 model_state[name] = extra_states[plain]
         self._kept = own
-        # Before optimizers are loaded, as these have no state for frozen parameters.
-        trained = {name: flag for name, flag in own["flags"].items() if name.endswith(".requires_grad")}
-        snapshot.restore_flags(self._module, trained)
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
