@@ -53,8 +53,7 @@ from typing_extensions import override
 
 from lightning_automodel.advice import Advice, stop_iteration_error, summary
 from lightning_automodel.checkpoint import CheckpointLoader, CheckpointSaver, NamedOptimizer
-from lightning_automodel.data.samplers import Ranks
-from lightning_automodel.data.streams import check_counted_ranks
+from lightning_automodel.data.samplers import Ranks, check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode

@@ -18,8 +18,16 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import AS_SAVED, NamedOptimizer, load_state, state_here
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, open_checkpoint
 from lightning_automodel.checkpoint.single_file import check_model
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, model_state, under_own_names
-from lightning_automodel.checkpoint.tree import Entry, TreePath, moved, placed
+from lightning_automodel.checkpoint.tree import (
+    MODEL,
+    OPTIMIZERS,
+    Entry,
+    TreePath,
+    model_state,
+    moved,
+    placed,
+    under_own_names,
+)
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved
+from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved, whole
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.gradients.windows import optimizer_parameters

@@ -17,11 +17,11 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_automodel.checkpoint import paths, single_file, state_dict
+from lightning_automodel.checkpoint import paths, single_file
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import is_of_all_ranks, prepare_shards
-from lightning_automodel.checkpoint.tree import check_pickled, leaves
+from lightning_automodel.checkpoint.tree import check_pickled, leaves, model_state, whole
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.internals import lightning as lightning_internals
@@ -105,7 +105,7 @@ class CheckpointSaver:
 
     def model_state(self, module: "pl.LightningModule") -> dict[str, Any]:
         """The state of ``module`` by parameter name, with shards. Not a collective."""
-        return self._note(state_dict.model_state(module))
+        return self._note(model_state(module))
 
     def optimizer_state(self, named: NamedOptimizer, is_together: bool) -> dict[str, Any]:
         """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together.
@@ -168,7 +168,7 @@ class CheckpointSaver:
             write = prepare_shards(checkpoint, target, in_background)
         else:
             if self.is_sharded:
-                checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
+                checkpoint = whole(checkpoint, keep=group_rank() == 0)
             write = single_file.prepare_file(
                 checkpoint, target, _file_saver(io, storage_options), in_background
             )

@@ -40,8 +40,16 @@ from lightning_automodel.checkpoint.single_file import (
     load_file,
     with_checksums,
 )
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied
-from lightning_automodel.checkpoint.tree import Entry, TreePath, mapped_by_key, placed
+from lightning_automodel.checkpoint.tree import (
+    MODEL,
+    OPTIMIZERS,
+    STATES,
+    Entry,
+    TreePath,
+    copied,
+    mapped_by_key,
+    placed,
+)
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank

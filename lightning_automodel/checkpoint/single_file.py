@@ -16,7 +16,7 @@ from torch.utils.serialization import config as serialization_config
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.state_dict import MODEL, copied
+from lightning_automodel.checkpoint.tree import MODEL, copied
 from lightning_automodel.distributed.process_group import group_rank
 
 Write = Callable[[dist.ProcessGroup | None], None]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -61,6 +60,34 @@ class BatchHandle:
 
 
 NO_BATCH = BatchHandle(is_filler=False)
+
+
+class Wrapper:
+    """Wraps a user's object, whose attributes user code reads and sets through it, but for the wrapper's own.
+
+    The wrapper has those with which it was made; ``inner`` is the user's object.
+    """
+
+    _inner: Any
+
+    def __init__(self, inner: Any, **attributes: Any) -> None:
+        # Past __setattr__, which sets attributes of the user's object.
+        vars(self).update(attributes, _inner=inner)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance: users may look for a class of torch, or their own
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._inner, name, value)
 
 
 class TrackedLoader(Wrapper):

@@ -10,23 +10,37 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 from typing_extensions import override
 
 from lightning_automodel.data.batches import unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import iterate_anew
 
-_KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
+_KEEP_THEIR_LENGTH = (
+    "torch",
+    "torchdata",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_automodel",
+    "builtins",
+)
 
 
 class Ranks(int):
     """``num_replicas`` in ``distributed_sampler_kwargs``: samplers that have it were made by the Trainer."""
 
 
-class _DrawnAlike(DistributedSampler[Any]):
+class DrawnAlike(DistributedSamplerWrapper):
     """Shares out what a sampler of the user's draws, which is the same on all ranks: their random states differ.
 
     Attributes:
@@ -45,8 +59,14 @@ class _DrawnAlike(DistributedSampler[Any]):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             own_part = super().__iter__()
+        drawn = list(self.dataset)
+        if len(drawn) < len(self.dataset):
+            raise ValueError(
+                f"A sampler has drawn {len(drawn)} samples, and its len() is {len(self.dataset)}, by which ranks take"
+                " turns: let __len__ return how many it draws, or pass Trainer(use_distributed_sampler=False) and"
+                " share the data out yourself."
+            )
         if lightning_internals.is_trainer_drawing():
-            drawn = [self.dataset[index] for index in range(len(self.dataset))]
             try:
                 self.order = zlib.crc32(array("q", drawn))
             except (TypeError, OverflowError):  # pairs or hashes, for example
@@ -54,48 +74,43 @@ class _DrawnAlike(DistributedSampler[Any]):
         return own_part
 
 
-class DrawnAlike(_DrawnAlike, DistributedSamplerWrapper):
-    """In training, validation and test."""
-
-
-class PredictedAlike(_DrawnAlike, UnrepeatedDistributedSamplerWrapper):
-    """In prediction, for which the Trainer has a wrapper of its own."""
-
-
-_DRAWN_ALIKE = {
-    DistributedSamplerWrapper: DrawnAlike,
-    UnrepeatedDistributedSamplerWrapper: PredictedAlike,
-}
-
-
 def share_own_samplers(resolve: Callable[..., Any], loader: Any, shuffle: bool, mode: Any = None) -> Any:
-    """The sampler that the Trainer puts into ``loader`` by ``resolve``, in which one of the user's is shared out.
+    """The sampler that the Trainer puts into ``loader`` by ``resolve``: ranks take turns in what the user's draws.
 
-    Lightning replaces each ``RandomSampler`` and ``SequentialSampler``, also one that draws a part of the data, or
-    again and again, or by an ``__iter__`` of the user's, and whatever draws in a batch sampler.
+    In every stage, and whatever draws, alone or in a batch sampler. Lightning replaces each ``RandomSampler`` and
+    ``SequentialSampler``, also one that draws a part of the data, or again and again, or by an ``__iter__`` of the
+    user's, and whatever draws in a batch sampler. Of all the data it draws alike by itself, but where it predicts.
     """
     sampler = resolve(loader, shuffle, mode)
-    if type(sampler) is not DistributedSampler:
-        return sampler
     own = innermost_sampler(loader)
-    if isinstance(own, DistributedSampler):
+    if not _is_of_trainer(sampler) or isinstance(own, DistributedSampler):
         return sampler
-    draws_alike = type(own) is RandomSampler and not own.replacement
-    if type(own) is SequentialSampler:
-        # What `shuffle=False` makes is shuffled in training, as the Trainer's documentation has it.
-        draws_alike = own is loader.sampler
-    if draws_alike and len(own) == len(loader.dataset):
-        return sampler
-    return DistributedSamplerWrapper(
-        own, num_replicas=sampler.num_replicas, rank=sampler.rank, seed=sampler.seed
+    if mode != RunningStage.PREDICTING:
+        if type(loader.batch_sampler) is BatchSampler and loader.batch_size is None:
+            raise ValueError(
+                "Lightning makes a DataLoader anew around the Trainer's sampler, and drops a batch_sampler of"
+                " torch's own class BatchSampler, with its batch size: pass DataLoader(sampler=..., batch_size=...,"
+                " drop_last=...)."
+            )
+        draws_alike = type(own) is RandomSampler and not own.replacement
+        if type(own) is SequentialSampler:
+            # What `shuffle=False` makes is shuffled in training, as the Trainer's documentation has it.
+            draws_alike = own is loader.sampler
+        if draws_alike and len(own) == len(loader.dataset):
+            return sampler
+    return DrawnAlike(
+        own, num_replicas=sampler.num_replicas, rank=sampler.rank, seed=sampler.seed, shuffle=False
     )
+
+
+def _is_of_trainer(sampler: Any) -> bool:
+    return isinstance(getattr(sampler, "num_replicas", None), Ranks)
 
 
 def sampler_of_trainer(loader: Any) -> Any:
     """The sampler that the Trainer has put into ``loader`` to share its data out, or None."""
     sampler = innermost_sampler(loader)
-    is_of_trainer = isinstance(getattr(sampler, "num_replicas", None), Ranks)
-    return sampler if is_of_trainer else None
+    return sampler if _is_of_trainer(sampler) else None
 
 
 def subset_number(dataset: Any) -> int:
@@ -105,14 +120,6 @@ def subset_number(dataset: Any) -> int:
         first += [int(index) for index in dataset.indices[:1000]]
         dataset = dataset.dataset
     return hash(tuple(first)) % 2**52 if first else 0
-
-
-def draw_alike(sampler: Any, seed: Any) -> None:
-    """Let a ``sampler`` of the Trainer's draw by ``seed``, and share out what another one draws alike on all ranks."""
-    sampler.seed = seed
-    if type(sampler) in _DRAWN_ALIKE:
-        sampler.__class__ = _DRAWN_ALIKE[type(sampler)]
-        sampler.shuffle = False  # the order is the other one's
 
 
 def distributed_sampler(loader: Any) -> Any:
@@ -132,7 +139,7 @@ def innermost_sampler(loader: Any) -> Any:
 def samplers_of(loader: Any) -> tuple[Any, ...]:
     """The batch sampler of ``loader``, its sampler, and that of single samples; None for what it lacks."""
     return (
-        getattr(loader, "batch_sampler", None),
+        lightning_internals.unindexed(getattr(loader, "batch_sampler", None)),
         getattr(loader, "sampler", None),
         innermost_sampler(loader),
     )
@@ -189,6 +196,27 @@ def may_end_early(loader: Any) -> bool:
 
 def keeps_its_length(iterated: Any) -> bool:
     """Whether the code that iterates is torch's, Lightning's or Python's own, which yields as many as ``len()``."""
-    cls = type(iterated)
+    cls = iterated.__class__  # that of what a sampler records
     definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
     return definer.__module__.partition(".")[0] in _KEEP_THEIR_LENGTH
+
+
+def check_counted_ranks(loader: Any, rank: int, size: int) -> None:
+    """Raise ValueError if a data set of litdata takes this rank for another one. Not a collective.
+
+    Ranks would read the same rows, or leave some out, in silence.
+
+    Args:
+        loader: Any loader; only those of such data sets are checked.
+        rank: This rank's number among those with data of their own.
+        size: How many ranks have data of their own.
+    """
+    counted: Any = getattr(getattr(loader, "dataset", None), "distributed_env", None)
+    numbers = getattr(counted, "global_rank", rank), getattr(counted, "world_size", size)
+    if numbers != (rank, size):
+        raise ValueError(
+            f"The data set of a loader, litdata's {type(loader.dataset).__name__}, counts this rank as"
+            f" {numbers}, and the run as {(rank, size)} (number of the rank, ranks with data of their own):"
+            " ranks would read the same rows, or leave some out. Make the data set once the ranks have"
+            " started, in train_dataloader() or in setup() of the data module."
+        )

@@ -33,7 +33,6 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
-    draw_alike,
     keeps_its_length,
     may_end_early,
     repeats,
@@ -160,7 +159,7 @@ class UnevenInputs:
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            draw_alike(sampler, told[0][2])
+            sampler.seed = told[0][2]
         is_known = None not in lengths
         keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):

@@ -119,6 +119,11 @@ def patch_samplers(trainer: Trainer, resolve: Callable[..., Any], patches: Patch
     patches.set(connector, "_resolve_sampler", partial(resolve, connector._resolve_sampler))
 
 
+def unindexed(batch_sampler: Any) -> Any:
+    """The user's batch sampler, within Lightning's that notes what it predicts; any other unchanged."""
+    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
+
+
 def tell_sigterm(trainer: Trainer) -> None:
     """Make ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
     overwrite(trainer._signal_connector, "received_sigterm", True)

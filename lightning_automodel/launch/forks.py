@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing import ProcessExitedException
 from typing_extensions import override
 
-from lightning_automodel.checkpoint.state_dict import model_state, under_own_names, whole
+from lightning_automodel.checkpoint.tree import model_state, under_own_names, whole
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
 from lightning_automodel.internals import lightning as lightning_internals

@@ -18,9 +18,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel.data.batches import is_stateful, unwrap_loader
+from lightning_automodel.data.batches import Wrapper, is_stateful, unwrap_loader
 from lightning_automodel.data.samplers import innermost_sampler, samplers_of
-from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import iterate_anew
 from lightning_automodel.resume import loops, rng

@@ -5,6 +5,7 @@ window, the fit begins the window again.
 """
 
 import pickle
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,12 +13,13 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
+from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 from lightning_automodel.sharding import weight_averaging
 
 if TYPE_CHECKING:
@@ -244,7 +246,7 @@ class Resume:
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None or "loops" not in checkpoint:
             return
-        own = world_size.choose(state, sizes, rank, self._trainer.world_size, self._say)
+        own = choose(state, sizes, rank, self._trainer.world_size, self._say)
         extra_states = own["extra_states"]
         model_state = checkpoint["state_dict"]
         for name in list(model_state):
@@ -252,9 +254,6 @@ class Resume:
             if plain in extra_states:
                 model_state[name] = extra_states[plain]
         self._kept = own
-        # Before optimizers are loaded, as these have no state for frozen parameters.
-        trained = {name: flag for name, flag in own["flags"].items() if name.endswith(".requires_grad")}
-        snapshot.restore_flags(self._module, trained)
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
@@ -286,3 +285,58 @@ def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     progress = checkpoint["loops"]["fit_loop"]
     counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
     checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
+
+
+# --- Another number of ranks ------------------------------------------------------------------------
+
+
+def choose(
+    saved: dict[str, Any], sizes: dict[str, int], rank: int, world_size: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
+
+    ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
+    changed. Raises ValueError if a checkpoint whose extra states differ between ranks was saved in another
+    layout.
+    """
+    # Each context peer has its own metrics; tensor-parallel peers have the same.
+    is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
+    ranks: list[dict[str, Any]] = saved["ranks"]
+    if is_alike and len(ranks) == world_size:
+        return ranks[rank]
+    if ranks[0]["extra_states"]:
+        raise ValueError(
+            f"Extra states of modules (get_extra_state) differed between the {len(ranks)} ranks that saved the"
+            f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"
+            " (load_from_checkpoint)."
+        )
+    say(
+        f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run has"
+        f" {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped, and"
+        " each rank's random states, buffers and metrics of the epoch start afresh. Without a DistributedSampler,"
+        " samples of this epoch may be left out or used twice."
+    )
+    return carried_over(saved, sizes["data_parallel"])
+
+
+def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
+    """One state for every rank of the present world size, without what each rank has for itself.
+
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are
+    used again.
+    """
+    first = saved["ranks"][0]
+    loaders = []
+    for loader in first["loaders"]:
+        kind, _, batch_size = loader["by"]
+        if kind == dataloaders.STATE:
+            kind = dataloaders.NOTHING  # refused within an epoch
+        carried = {**loader, "by": (kind, None, batch_size), "generators": [], "samplers": []}
+        carried.pop("state", None)
+        if "iteration" in carried:
+            carried["iteration"] = (None, 0)
+        loaders.append(carried)
+    at = dict(first["at"])
+    if at["stage"] != loops.EPOCH:
+        at["batches"] = at["batches"] * saved["sizes"]["data_parallel"] // data_parallel
+    return {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders, "at": at}

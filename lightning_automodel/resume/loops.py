@@ -5,6 +5,7 @@ skip a due validation, the end of an epoch, or one step of the logger, so a chec
 leave nothing to guess.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,22 +67,17 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
     """A ``saved`` state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
-    counters = {
-        name: _all_completed(state) if name.endswith("progress") else dict(state)
-        for name, state in saved.items()
-    }
+    counters = copy.deepcopy(saved)
     started = at.epochs + (at.stage != EPOCH)
     epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
     counters["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
-    batches = saved["epoch_loop.batch_progress"]
+    batches = counters["epoch_loop.batch_progress"]
     before = batches["total"]["processed"] - batches["current"]["processed"]
-    counters["epoch_loop.batch_progress"] = {
-        **batches,
-        "total": dict.fromkeys(batches["total"], before + at.batches),
-        "current": dict.fromkeys(batches["current"], at.batches),
-        "is_last_batch": batches["is_last_batch"] and at.stage != BATCH,
-    }
+    batches["total"] = dict.fromkeys(batches["total"], before + at.batches)
+    batches["current"] = dict.fromkeys(batches["current"], at.batches)
+    batches["is_last_batch"] &= at.stage != BATCH
     validated = counters["epoch_loop.val_loop.batch_progress"]
+    validated["total"] = dict.fromkeys(validated["total"], validated["total"]["completed"])
     validated["current"] = dict.fromkeys(validated["current"], 0)
     validated["is_last_batch"] = False
     if at.stage == STEP:
@@ -90,15 +86,6 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
     counters["state_dict"].pop("combined_loader", None)
     return counters
-
-
-def _all_completed(progress: Any) -> Any:
-    """A copy of ``progress`` with every counter at the number of completed events."""
-    if not isinstance(progress, dict):
-        return progress
-    if "completed" in progress:
-        return dict.fromkeys(progress, progress["completed"])
-    return {name: _all_completed(value) for name, value in progress.items()}
 
 
 def finish_restart(trainer: "pl.Trainer", stage: str, patches: PatchStack) -> None:

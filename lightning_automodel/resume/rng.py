@@ -18,7 +18,7 @@ def global_states(device: torch.device) -> dict[str, Any]:
     This does not synchronise: the state of a CUDA generator is on the host. For an accelerator, it is the
     state of the current device.
     """
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

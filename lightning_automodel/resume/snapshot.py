@@ -106,13 +106,6 @@ def _switches(module: "pl.LightningModule") -> Iterator[tuple[str, Any, str]]:
     yield "accumulate_grad_batches", module.trainer, "accumulate_grad_batches"
 
 
-def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> None:
-    """Set some of what :func:`flags` returned."""
-    for name, owner, attribute in _switches(module):
-        if name in switched:
-            setattr(owner, attribute, switched[name])
-
-
 def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> list[str]:
     """Restore all of it from ``loaded``.
 
@@ -123,7 +116,9 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
         if name in loaded["metrics"]:
             metrics_internals.set_metric_state(metric, loaded["metrics"][name])
     unknown = _restore_buffers(module, loaded["buffers"], device)
-    restore_flags(module, loaded["flags"])
+    for name, owner, attribute in _switches(module):
+        if name in loaded["flags"]:
+            setattr(owner, attribute, loaded["flags"][name])
     module.trainer.callback_metrics.update(move_data_to_device(loaded["seen"], device))
     return unknown
 

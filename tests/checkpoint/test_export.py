@@ -29,7 +29,7 @@ from lightning_automodel.checkpoint import CheckpointError, export, export_huggi
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.loading import load_any
 from lightning_automodel.checkpoint.shard_directory import prepare_shards
-from lightning_automodel.checkpoint.state_dict import model_state
+from lightning_automodel.checkpoint.tree import model_state
 from tests.checkpoint.checkpoints import no_space_for_files
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import TinyDecoder, full_weights

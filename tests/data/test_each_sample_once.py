@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable as Function
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -544,15 +544,36 @@ class OwnBatches(BatchSampler):
     """Lightning makes it anew around its own sampler, and does not look at the one that it had."""
 
 
+class SomeBatches(BatchSampler):
+    """Leaves the first batch of the second rank out."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), dist.get_rank(), None)
+
+
+class Short(SubsetRandomSampler):
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+def _even() -> SubsetRandomSampler:
+    return SubsetRandomSampler(range(0, 21, 2))
+
+
 LOADERS: dict[str, Function[[Rows], DataLoader]] = {
     "plain": lambda rows: DataLoader(rows, 2, shuffle=True),
     "few": lambda rows: DataLoader(rows, 2, sampler=RandomSampler(rows, num_samples=10)),
     "repeated": lambda rows: DataLoader(rows, 2, sampler=RandomSampler(rows, replacement=True)),
     "backwards": lambda rows: DataLoader(rows, 2, sampler=Backwards(rows)),
     "list": lambda rows: DataLoader(rows, 2, sampler=list(range(20, -1, -1))),
-    "batches": lambda rows: DataLoader(
-        rows, batch_sampler=OwnBatches(SubsetRandomSampler(range(0, 21, 2)), 2, drop_last=False)
+    "batches": lambda rows: DataLoader(rows, batch_sampler=OwnBatches(_even(), 2, drop_last=False)),
+}
+OTHER_LOADERS: dict[str, Function[[Rows], DataLoader]] = {
+    "torch's batches": lambda rows: DataLoader(
+        rows, batch_sampler=BatchSampler(_even(), 2, drop_last=False)
     ),
+    "some batches": lambda rows: DataLoader(rows, batch_sampler=SomeBatches(_even(), 2, drop_last=False)),
+    "short": lambda rows: DataLoader(rows, 2, sampler=Short(range(0, 21, 2))),
 }
 
 
@@ -562,7 +583,7 @@ def _draw_by_own_samplers(stage: str, kind: str) -> list[int]:
     with isolate_rng():
         torch.manual_seed(dist.get_rank())
         trainer = make_trainer(AutomodelStrategy(), use_distributed_sampler=True)
-        getattr(trainer, stage)(module, LOADERS[kind](Rows(21)))
+        getattr(trainer, stage)(module, (LOADERS | OTHER_LOADERS)[kind](Rows(21)))
     return rows_of(module.seen)
 
 
@@ -572,12 +593,27 @@ def test_own_samplers_are_shared_out(pool2: RankPool, stage: str) -> None:
     """Ranks take turns in what each would draw in one process. Lightning replaces them, and shuffles what they draw."""
     drawn = {}
     for kind in LOADERS:
-        if (stage, kind) == ("predict", "batches"):  # Lightning predicts in the order of the data
-            continue
         first, second = pool2.run(_draw_by_own_samplers, stage, kind)
         drawn[kind] = [row for rows in zip_longest(first, second) for row in rows if row is not None]
     assert sorted(drawn["plain"]) == list(range(21))
     assert len(set(drawn["few"])) == len(drawn["few"]) == 10
     assert len(set(drawn["repeated"])) < len(drawn["repeated"]) == 21
     assert drawn["backwards"] == drawn["list"] == list(range(20, -1, -1))
-    assert sorted(drawn.get("batches", range(0, 21, 2))) == list(range(0, 21, 2))
+    assert sorted(drawn["batches"]) == list(range(0, 21, 2))
+
+
+def test_batch_samplers_in_prediction(pool2: RankPool) -> None:
+    """Ranks that end early join the others."""
+    for kind, left_out in (("torch's batches", 0), ("some batches", 2)):
+        first, second = pool2.run(_draw_by_own_samplers, "predict", kind)
+        assert len(first) == 6
+        assert len(second) == 5 - left_out
+        assert set(first + second) <= set(range(0, 21, 2))
+
+
+def test_samplers_that_lose_samples_are_refused(pool2: RankPool) -> None:
+    """Of a batch size that Lightning drops, and of a length that is too large."""
+    with pytest.raises(RankError, match="drops a batch_sampler of torch's own class BatchSampler"):
+        pool2.run(_draw_by_own_samplers, "validate", "torch's batches")
+    with pytest.raises(RankError, match=r"has drawn 11 samples, and its len\(\) is 12"):
+        pool2.run(_draw_by_own_samplers, "fit", "short")

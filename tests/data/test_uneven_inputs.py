@@ -19,7 +19,7 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy, dp_eval_sample_shard
-from lightning_automodel.data.streams import check_counted_ranks
+from lightning_automodel.data.samplers import check_counted_ranks
 from tests.data.plain import loader_of, own_batches
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.runs import LabelledModule, make_trainer

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_automodel.data.batches import Wrapper
 from lightning_automodel.data.tensors import tensors_in
-from lightning_automodel.data.wrapper import Wrapper
 from lightning_automodel.gradients.token_loss import count_samples
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from tests.rank_pool import RankPool
