@@ -599,7 +599,7 @@ def manual(trainings: dict[str, Training]) -> dict[str, Training]:
         name: replace(
             training,
             check={"steps": 4 if name.startswith("gan") else 2},
-            trainer={"accumulate_grad_batches": 1, "max_steps": 9},
+            trainer={"accumulate_grad_batches": 1},
         )
         for name, training in trainings.items()
     }
