@@ -33,8 +33,9 @@ PORTS = range(12_000, 32_000)
 IMPORTED = (
     "lightning.pytorch",
     "torch.distributed.fsdp",
-    "lightning_automodel",
     "tests.entry_points",
+    "tests.internals.before",
+    "lightning_automodel",
     "tests.launch.launched",
     "tests.frozen",
 )

@@ -11,6 +11,7 @@ What a caller may rely on:
 - an exception on a rank becomes a `RankError` that carries the rank's traceback. The failing rank aborts
   its gloo connections and leaves the process group, which frees peers that wait for it in a collective; the
   next call joins a new group in the same processes;
+- between calls ranks are stopped: threads of gloo's, which outlive their groups, would wake 100 times a second;
 - a rank that hangs becomes a `TimeoutError` that names it and shows where it stands, a rank that dies a
   `RankError`; both stop the whole pool, and the next call starts a new one.
 """
@@ -23,6 +24,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -134,13 +136,16 @@ class RankPool:
     def _exchange(self, function: bytes, name: str, timeout_s: float) -> list[Any]:
         try:
             call = pickle.dumps(Call(function, self._group_number, free_port()))
+            self._signal(signal.SIGCONT)
             for rank in self._ranks:
                 # A rank that died since the last call is reported when its answer is read.
                 with contextlib.suppress(BrokenPipeError):
                     rank.pipe.send_bytes(call)
             answers = self._collect(timeout_s)
             self._raise_failures(answers, name, timeout_s)
+            self._signal(signal.SIGSTOP)
         except RankError:
+            self._signal(signal.SIGSTOP)
             raise
         except BaseException:
             # Also pytest-timeout and Ctrl-C: an answer that is still on its way must not meet the next call.
@@ -153,6 +158,13 @@ class RankPool:
         ):
             self.stop()
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.num_ranks)]
+
+    def _signal(self, number: int) -> None:
+        """Stop the ranks, or let them go on, where they end with this process all the same."""
+        for process_id in self.process_ids if sys.platform == "linux" else []:
+            # One that died since the last call is reported when its answer is read.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, number)
 
     def _collect(self, timeout_s: float) -> dict[int, Answer]:
         """Answers by rank; a rank that hangs is missing."""

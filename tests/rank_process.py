@@ -8,6 +8,7 @@ it in a collective, leaves the group, and sends the traceback; the next call has
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import io
 import multiprocessing
@@ -65,6 +66,8 @@ def serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pat
     """The main function of a rank's process: answer calls until the parent closes the pipe."""
     _redirect_output(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    if sys.platform == "linux":  # even while it is stopped: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.chdir(log.parent)
     # As in a user's program: else what a rank starts, such as DataLoader workers, would import everything
     # anew.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import ExactnessCheck
+from lightning_automodel.callbacks.exactness import lockstep
 from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
 from lightning_automodel.distributed import collectives
 from tests.callbacks.exactness import (
@@ -170,7 +172,9 @@ def test_raises(pool2: RankPool) -> None:
 
 
 def raise_within() -> None:
-    run(Training(Within, options={"auto_wrap_policy": {nn.Linear}}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep, "_TIME_AFTER_ERROR", timedelta(seconds=1))  # 20, which would all be waited
+        run(Training(Within, options={"auto_wrap_policy": {nn.Linear}}))
 
 
 def test_a_rank_that_raises_within_a_forward(pool2: RankPool) -> None:

@@ -188,7 +188,7 @@ def _fit(kinds: Sequence[str], options: dict[str, Any], case: Case) -> list[tupl
     for kind in kinds:
         tensor = options.get("tensor_parallel_size", 1)
         module = WholeModule(kind, tensor > 1)
-        checks = [ExactnessCheck(steps=1)] if kind == "muon" and tensor == 1 else []
+        checks = [ExactnessCheck(steps=1)] if kind == "muon" and dist.get_world_size() == 2 else []
         look = Look()
         trainer = make_trainer(
             AutomodelStrategy(**options),

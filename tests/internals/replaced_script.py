@@ -1,6 +1,6 @@
-"""A fresh process that names what differs on classes and modules of others, at import, in fits and after them.
+"""A process that names what differs on classes and modules of others, at import, in fits and after them.
 
-It imports nothing of the package before its first look. Then it forks two ranks, which train.
+It is forked from a server that had its first look before it imported the package, and forks two ranks, which train.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -227,20 +228,16 @@ def _rank(rank: int, port: int, before: Snapshot, folder: str, queue: Any) -> No
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    """Print what differs, as JSON: at import, and by rank, kind of optimization and moment of a fit."""
-    import transformers.modeling_utils  # noqa: F401
+def main(folder: Path) -> None:
+    """Write what differs, as JSON: at import, and by rank, kind of optimization and moment of a fit."""
+    from tests.internals.before import AT_IMPORT, BEFORE
 
-    before = snapshot()
-    import lightning_automodel  # noqa: F401
-
-    at_import = differing(before)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     processes = [
-        context.Process(target=_rank, args=(rank, port, before, sys.argv[1], queue))
+        context.Process(target=_rank, args=(rank, port, BEFORE, str(folder), queue))
         for rank in range(NUM_RANKS)
     ]
     for process in processes:
@@ -248,9 +245,5 @@ def main() -> None:
     looks = [queue.get() for _ in processes]
     for process in processes:
         process.join()
-    print(json.dumps({"at_import": at_import, "ranks": looks}))
+    (folder / "found.json").write_text(json.dumps({"at_import": AT_IMPORT, "ranks": looks}))
     sys.exit(any(process.exitcode for process in processes))
-
-
-if __name__ == "__main__":
-    main()

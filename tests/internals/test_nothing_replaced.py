@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import pytest
 from torch import nn
 
 from tests.internals import replaced_script
-from tests.processes import run_anew
+from tests.processes import forked
 
 pytestmark = pytest.mark.timeout(600)
 DOCUMENTED = {"lightning.pytorch.core.saving.pl_load"}
@@ -44,10 +43,11 @@ MOMENTS = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What differs in a process that had not imported the package before, by moment."""
     folder = tmp_path_factory.mktemp("nothing_replaced")
-    command = [sys.executable, "-m", "tests.internals.replaced_script", str(folder)]
-    status, printed = run_anew(command, folder, timeout_s=500)
-    assert status == 0, printed
-    return json.loads(printed.splitlines()[-1])
+    process = forked().Process(target=replaced_script.main, args=(folder,))
+    process.start()
+    process.join(500)
+    assert process.exitcode == 0
+    return json.loads((folder / "found.json").read_text())
 
 
 def test_import_replaces_one_function(found: dict[str, Any]) -> None:
