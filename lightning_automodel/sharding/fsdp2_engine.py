@@ -9,14 +9,14 @@ what comes                phase after it      reductions after it        paramet
                                                                          and is current
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
-:meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
+:meth:`end_forward`       HOOKS               as before                  retained: the module shows shards
 :meth:`begin`             STEP                all at the window's end,   shown again, or gathered anew
                                               else as ``defer`` says
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
                                               end, else NONE
 :meth:`end_step`          HOOKS               as before                  freed
-:meth:`apart`             EVALUATION or       as before; after an error  freed before it, and after it
-                          REPLAY, then HOOKS  BY_FSDP2
+:meth:`apart`             STEP or REPLAY,     as before; after an error  freed before it, and after it
+                          then HOOKS          BY_FSDP2
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
 :meth:`discard`           as before           BY_FSDP2, if all           as before
@@ -52,9 +52,8 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase, PhasedEngine
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
-from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
@@ -123,7 +122,6 @@ class FSDP2Engine(PhasedEngine):
     def __init__(self, module: nn.Module, placement: Placement, report: dict[str, Any]) -> None:
         mesh = placement.mesh
         super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
-        self.phase = Phase.EVALUATION  # whose flags are those of set-up
         self.calls = Counter()
         self._reductions: fsdp2.Reductions | None = None
         self.model = module
@@ -146,24 +144,21 @@ class FSDP2Engine(PhasedEngine):
         self._roots = {root: fsdp2.groups_of(fsdp2.fsdp_units(root)) for root in roots}
         self._groups = [group for unit in self.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
-        by_unit = fsdp2.flags_of(self._groups, fsdp2.Resharding)
-        self._patches.callback(fsdp2.set_flags, dict(by_unit))
-        for unit in self._whole_step:
-            for group in unit.groups:
-                # A step may run backwards of its own, and go on with these.
-                by_unit[group] = by_unit[group]._replace(reshard_after_backward=False)
-        in_step = by_unit
+        of_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
+        self._patches.callback(fsdp2.set_flags, of_setup)
+        self._resharding_in_hooks = {
+            group: fsdp2.Resharding(True, group.mesh_info) for group in self._groups
+        }
         if self._retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-            in_step = dict.fromkeys(by_unit, fsdp2.Resharding(False, None))
-        always = {group: fsdp2.Resharding(True, group.mesh_info) for group in by_unit}
-        self._resharding = {
-            Phase.HOOKS: always,
-            Phase.STEP: in_step,
-            Phase.BEFORE_BACKWARD: always,
-            Phase.EVALUATION: in_step,
-            Phase.REPLAY: in_step,
-        }
+            self._resharding_in_step = dict.fromkeys(self._groups, fsdp2.Resharding(False, None))
+        else:
+            # A step may run backwards of its own, and go on with those of the whole step.
+            self._resharding_in_step = of_setup | {
+                group: of_setup[group]._replace(reshard_after_backward=False)
+                for unit in self._whole_step
+                for group in unit.groups
+            }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
@@ -184,7 +179,8 @@ class FSDP2Engine(PhasedEngine):
     def enter(self, phase: Phase) -> None:
         """Let FSDP2 free gathered parameters as the phase says."""
         if phase is not self.phase:
-            fsdp2.set_flags(self._resharding[phase])
+            is_hook = phase is Phase.HOOKS
+            fsdp2.set_flags(self._resharding_in_hooks if is_hook else self._resharding_in_step)
             self.phase = phase
 
     def keep_gathered(self, group: Any) -> None:
@@ -192,10 +188,10 @@ class FSDP2Engine(PhasedEngine):
 
         Raises RuntimeError in hooks, after which nothing may stay gathered.
         """
-        if self.phase in (Phase.HOOKS, Phase.BEFORE_BACKWARD):
+        if self.phase is Phase.HOOKS:
             raise RuntimeError(SECOND_DERIVATIVE)
-        self._resharding[self.phase][group] = fsdp2.Resharding(False, None)
-        fsdp2.set_flags(self._resharding[self.phase])
+        self._resharding_in_step[group] = fsdp2.Resharding(False, None)
+        fsdp2.set_flags(self._resharding_in_step)
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -245,7 +241,6 @@ class FSDP2Engine(PhasedEngine):
     def end_forward(self) -> None:
         self._check_current()
         self._show_shards(retained=True)
-        self.enter(Phase.BEFORE_BACKWARD)
 
     @override
     def end_step(self) -> None:
@@ -400,7 +395,7 @@ class FSDP2Engine(PhasedEngine):
     @contextmanager
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
         """See the base class. A collective if there is a leader; RuntimeError if it gathers other units."""
-        with self.apart(Phase.EVALUATION):
+        with self.apart(Phase.STEP):
             self._leader = find_leader()
             try:
                 yield
@@ -418,7 +413,7 @@ class FSDP2Engine(PhasedEngine):
                 " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
                 " DistributedSampler with drop_last=True."
             )
-        with self.apart(Phase.EVALUATION):
+        with self.apart(Phase.STEP):
             while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
                 unit = self.units[index].module
                 unit.unshard()

@@ -10,12 +10,15 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
+from collections import Counter
+from enum import Enum, auto
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, use_and_writes
@@ -27,7 +30,6 @@ from lightning_automodel.sharding.gathered_tensor import (
     make_plain,
     text_of_refusal,
 )
-from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.whole_copies import versions
 
 _SUBSTITUTED = (
@@ -42,6 +44,28 @@ WRITTEN_BEFORE_BACKWARD = (
     f" {IN_HOOKS}, or pass data_parallel='ddp'."
 )
 """Why a trained shard must not be written before a backward that reaches it."""
+
+
+class Phase(Enum):
+    """What runs, which decides what FSDP2 frees."""
+
+    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    STEP = (
+        auto()
+    )  # of training with its backward, or of evaluation: gathered parameters stay for it, or for the window
+    REPLAY = auto()  # as STEP, with a backward that is not the strategy's
+
+
+class PhasedEngine(Engine):
+    """An engine that is in a phase.
+
+    Attributes:
+        phase: What runs. At set-up nothing has been switched off yet, as in a step.
+        calls: By FSDP2's group, how often a step has called its unit with gradients.
+    """
+
+    phase = Phase.STEP
+    calls: Counter[Any]
 
 
 class GatheredUnit(fsdp2.Unit):
@@ -98,7 +122,7 @@ class GatheredUnit(fsdp2.Unit):
             if self.is_pending and not self.is_current:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
-        if self.engine.phase is not Phase.BEFORE_BACKWARD:
+        if self.engine.phase is not Phase.HOOKS:  # else the backward that is to come needs those of the step
             self._forward_versions = versions(self._shards)
         if torch.is_grad_enabled() and self.engine.backward is None:  # else a block is recomputed
             for group in self.groups:
