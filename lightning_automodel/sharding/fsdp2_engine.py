@@ -9,7 +9,7 @@ what comes                phase after it      reductions after it        paramet
                                                                          and is current
 :meth:`resume_step`       STEP                as before                  those of a whole step
 a forward                 as before           as before                  stay for the window, or are freed
-:meth:`end_forward`       HOOKS               as before                  retained: the module shows shards
+:meth:`end_forward`       BEFORE_BACKWARD     as before                  retained: the module shows shards
 :meth:`begin`             STEP                all at the window's end,   shown again, or gathered anew
                                               else as ``defer`` says
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
@@ -57,7 +57,6 @@ from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
-from lightning_automodel.sharding.whole_copies import versions
 
 _NUM_COMPARISONS = 4
 """How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
@@ -93,6 +92,9 @@ BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_sca
 
 NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
 """While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
+
+
+_SHOW_SHARDS = (Phase.HOOKS, Phase.BEFORE_BACKWARD)
 
 
 class FSDP2Engine(PhasedEngine):
@@ -161,7 +163,6 @@ class FSDP2Engine(PhasedEngine):
             }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
-        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
@@ -179,8 +180,8 @@ class FSDP2Engine(PhasedEngine):
     def enter(self, phase: Phase) -> None:
         """Let FSDP2 free gathered parameters as the phase says."""
         if phase is not self.phase:
-            is_hook = phase is Phase.HOOKS
-            fsdp2.set_flags(self._resharding_in_hooks if is_hook else self._resharding_in_step)
+            shows_shards = phase in _SHOW_SHARDS
+            fsdp2.set_flags(self._resharding_in_hooks if shows_shards else self._resharding_in_step)
             self.phase = phase
 
     def keep_gathered(self, group: Any) -> None:
@@ -188,7 +189,7 @@ class FSDP2Engine(PhasedEngine):
 
         Raises RuntimeError in hooks, after which nothing may stay gathered.
         """
-        if self.phase is Phase.HOOKS:
+        if self.phase in _SHOW_SHARDS:
             raise RuntimeError(SECOND_DERIVATIVE)
         self._resharding_in_step[group] = fsdp2.Resharding(False, None)
         fsdp2.set_flags(self._resharding_in_step)
@@ -223,7 +224,6 @@ class FSDP2Engine(PhasedEngine):
         self.release(reuses_retained=True)
         self.calls.clear()
         self.resume_step()
-        self._versions_at_start = versions(self._shards)
 
     def _is_reached_again(self, group: Any) -> bool:
         """Whether the backward of the strategy comes to another forward of a group, after one that it leaves.
@@ -241,6 +241,7 @@ class FSDP2Engine(PhasedEngine):
     def end_forward(self) -> None:
         self._check_current()
         self._show_shards(retained=True)
+        self.enter(Phase.BEFORE_BACKWARD)
 
     @override
     def end_step(self) -> None:
@@ -301,7 +302,7 @@ class FSDP2Engine(PhasedEngine):
         """
         self._settle()
         for unit in self.units:
-            is_reused = reuses_retained and unit.is_retained and unit.is_current and unit.show_retained()
+            is_reused = reuses_retained and unit.is_retained and not unit.written and unit.show_retained()
             if not is_reused:
                 unit.free()
                 unit.note_shards()
@@ -316,17 +317,18 @@ class FSDP2Engine(PhasedEngine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        freed: set[GatheredUnit] = set()  # by a hook's forward
         self._settle()
-        is_written = versions(self._shards) != self._versions_at_start
-        if is_written:
-            self._check_current()  # the step itself may have written them
-        for unit in self.units:
-            if unit.is_retained and not unit.show_retained():
-                freed.add(unit)
         self._written = []
-        if freed or is_written:
-            self._use_written_shards(freed)
+        for unit in self.units:
+            is_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
+            written = unit.written_since_forward()
+            self._written += written
+            # The backward computes with the weights of now, as if FSDP2 gathered them for it; `reduce` raises if it
+            # reaches a shard that was written since its forward.
+            if is_freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
         reductions = fsdp2.Reductions(
             reduce_grads=backward.ends or self._defer is not True,
             all_reduce_grads=backward.ends or self._defer is False,
@@ -339,20 +341,6 @@ class FSDP2Engine(PhasedEngine):
         if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
-
-    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
-        """Note the shards that were written since their forward, and gather them anew: a backward follows.
-
-        The backward computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if
-        it reaches a shard that was written.
-        """
-        for unit in self.units:
-            written = unit.written_since_forward()
-            self._written += written
-            if unit in freed or (written and unit.is_gathered):
-                unit.free()
-                unit.note_shards()
-                fsdp2.gather(unit.module)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:

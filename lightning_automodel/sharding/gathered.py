@@ -50,6 +50,7 @@ class Phase(Enum):
     """What runs, which decides what FSDP2 frees."""
 
     HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
     STEP = (
         auto()
     )  # of training with its backward, or of evaluation: gathered parameters stay for it, or for the window
@@ -119,19 +120,19 @@ class GatheredUnit(fsdp2.Unit):
             self.check_current()
         else:
             self.settle()
-            if self.is_pending and not self.is_current:
+            if self.is_pending and self.written:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
-        if self.engine.phase is not Phase.HOOKS:  # else the backward that is to come needs those of the step
+        if self.engine.phase is not Phase.BEFORE_BACKWARD:
             self._forward_versions = versions(self._shards)
         if torch.is_grad_enabled() and self.engine.backward is None:  # else a block is recomputed
             for group in self.groups:
                 self.engine.calls[group] += 1
 
     @property
-    def is_current(self) -> bool:
-        """True while no shard was written since the unit was gathered; the same on all ranks."""
-        return not self._written_since(self._gathered_versions)
+    def written(self) -> list[Any]:
+        """The shards that were written since the unit was gathered; the same on all ranks."""
+        return self._written_since(self._gathered_versions)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""
@@ -140,7 +141,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
-        for shard in self._written_since(self._gathered_versions):
+        for shard in self.written:
             raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
 
     def written_since_forward(self) -> list[Any]:
@@ -148,7 +149,7 @@ class GatheredUnit(fsdp2.Unit):
 
         What a step writes to its copies, while these stay gathered, the backward sees as in one process.
         """
-        return self._written_since(self._gathered_versions if self.is_gathered else self._forward_versions)
+        return self.written if self.is_gathered else self._written_since(self._forward_versions)
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class GatheredUnit(fsdp2.Unit):
         noted = list(map(use_and_writes, self._copies))
         if noted == self._noted:
             return
-        written = self._written_since(self._gathered_versions)
+        written = self.written
         for number, param in enumerate(self.params):
             trained, *writes_before = self._noted[number]
             trains, *writes_now = noted[number]
@@ -183,7 +184,7 @@ class GatheredUnit(fsdp2.Unit):
 
         Not a collective.
         """
-        if not (self.is_gathered and self.is_current):
+        if not self.is_gathered or self.written:
             return
         for param in self.params:
             shard = local_tensor(param.sharded_param)
