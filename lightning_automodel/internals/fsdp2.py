@@ -113,9 +113,9 @@ def set_flags(flags: Mapping[FSDPParamGroup, Reductions | Resharding]) -> None:
 
 
 def unsharded_numel(param: FSDPParam) -> int:
-    """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
-    numel: int = param._orig_size.numel()
-    return numel
+    """Number of elements of the padded, unsharded parameter on this rank: under tensor parallelism, of its part."""
+    numel: int = param.padded_sharded_param_size.numel()
+    return numel * getattr(param.mesh_info, "shard_mesh_size", 1)
 
 
 def was_unsharded(group: FSDPParamGroup) -> bool:
