@@ -169,7 +169,8 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
 
 def has_replicas(group: FSDPParamGroup) -> bool:
     """Whether there are several copies of the group's shards (HSDP)."""
-    return group.mesh_info.mesh.ndim > 1 and group.mesh_info.replicate_mesh_size > 1
+    num_replicas: int = getattr(group.mesh_info, "replicate_mesh_size", 1)
+    return num_replicas > 1
 
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
@@ -331,8 +332,7 @@ class Unit:
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        if self.is_retained:
-            self.show_retained()
+        self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()

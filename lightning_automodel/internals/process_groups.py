@@ -3,18 +3,16 @@
 import functools
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute, debug
 
-broadcast_coalesced: Callable[[dist.ProcessGroup, list[Tensor], int], None] = dist._broadcast_coalesced
-"""Overwrites tensors with those of the group's first rank, in buckets of so many bytes. A collective over the group."""
+broadcast_coalesced: Any = dist._broadcast_coalesced
+"""``(group, tensors, num_bytes)``: overwrites tensors with those of the group's first rank, in buckets of that size."""
 
 _aborting = threading.Lock()
 

@@ -318,6 +318,7 @@ class FSDP2Engine(PhasedEngine):
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         self._settle()
+        self._check_current()  # the step itself may have written shards
         self._written = []
         for unit in self.units:
             is_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
