@@ -40,15 +40,9 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return list(units.values())
 
 
-def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
-    groups: list[FSDPParamGroup] = unit._get_fsdp_state()._fsdp_param_groups
-    return groups
-
-
 def groups_of(units: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
-    """The parameter groups of all these units."""
-    return [group for unit in units for group in param_groups(unit)]
+    """The parameter groups of units: a single one of each, unless its parameters are sharded over several meshes."""
+    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
 
 
 def sharded_over(mesh: DeviceMesh) -> Any:
@@ -60,7 +54,7 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
     # itself makes that of a module that nobody uses.
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
-    mesh_info = param_groups(unused)[0].mesh_info
+    mesh_info = groups_of([unused])[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
     return module.ShardPlacementResult(None, mesh_info)
 
@@ -248,7 +242,7 @@ def watch_unit(
         post_backward(*args)
         group.reduce_grads = reduce_grads
 
-    for group in param_groups(unit):
+    for group in groups_of([unit]):
         patches.set(group, "unshard", partial(gather, group, group.unshard))
         patches.set(group, "post_backward", partial(reduce, group, group.post_backward))
 
@@ -282,7 +276,7 @@ class Unit:
 
     def __init__(self, module: FSDPModule) -> None:
         self.module: Any = module
-        self.groups = param_groups(module)
+        self.groups = groups_of([module])
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self._places = [(param, *place) for param in self.params for place in _places_of(param)]
         self.is_retained = False

@@ -31,7 +31,6 @@ from lightning_automodel.sharding.units import (
     class_name,
     described,
     fsdp_roots,
-    has_fsdp_units,
     mark_head,
 )
 
@@ -146,7 +145,7 @@ def _run_steps_as_forward(
     entries = set(callable_children(model))
     for part in model.modules():
         # What holds units may be called directly too: a wrapper's ``generate`` does.
-        if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
+        if part not in passed_by and (part in entries or (can_be_unit(part) and fsdp2.fsdp_units(part))):
             part.forward = outermost(part.forward)
 
 

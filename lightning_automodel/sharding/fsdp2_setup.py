@@ -32,7 +32,7 @@ def shard_module(
     mesh = placement.mesh
     plan = None
     with apply.attributes_kept(module):
-        if not units.has_fsdp_units(module):  # else other code or an earlier run has sharded it
+        if not fsdp2.fsdp_units(module):  # else other code or an earlier run has sharded it
             plan = units.plan_sharding(
                 module, options.auto_wrap_policy, module.automatic_optimization, policy
             )
