@@ -145,10 +145,11 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
     These are the groups at or below ``root``. A collective if there are any such gradients: the last
     backward, in which FSDP2 reduces, did not pass through ``root``.
     """
-    pending = []
-    for group in groups:
-        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
-            pending.append(group)
+    pending = [
+        group
+        for group in groups
+        if holds_partial_reduction(group) or any(map(_is_unreduced, group.fsdp_params))
+    ]
     if not pending:
         return
     state = root._get_fsdp_state()

@@ -133,7 +133,7 @@ class DDPEngine(Engine):
         if not backward.ends:
             return reached
         unfrozen = [p for p in backward.final if p not in self._trainable_at_setup]
-        if unfrozen and self.group is not None:
+        if self.group is not None:
             rescale_clip.average_gradients_(unfrozen, self.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         backward.zero_filled = unfrozen

@@ -372,11 +372,11 @@ class FSDP2Engine(PhasedEngine):
             return reached
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
-        plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
-        if plain and self.group is not None:
+        if self.group is not None:
+            plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
             rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
-            rescale_clip.share_experts_gradients_([p for p in backward.final if p in self._experts])
+            rescale_clip.share_experts_gradients_(backward.final)
         backward.zero_filled = backward.final
         return reached
 
@@ -435,9 +435,9 @@ class FSDP2Engine(PhasedEngine):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        wanted = None if parameters is None else set(parameters)
+        wanted = set(self._shards if parameters is None else parameters)
         for group in self._groups:
-            owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
+            owned = [p for p in group.fsdp_params if p.sharded_param in wanted]
             if not owned:
                 continue
             if fsdp2.holds_partial_reduction(group) and any(
@@ -449,7 +449,7 @@ class FSDP2Engine(PhasedEngine):
                     " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
-        if wanted is None:
+        if parameters is None:
             self._reduce_as(BY_FSDP2)
 
     @override
