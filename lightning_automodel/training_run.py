@@ -10,7 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -124,14 +124,15 @@ class TrainingRun:
         self._context: ContextParallelSteps | None = None
         if mesh is not None:
             self._context = ContextParallelSteps(module, mesh, options, self.plugin, self.patches)
-        self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
+        named = torch_internals.named_tensors(module)
+        self._without_values = meta_init.names_without_values(named)
         self.move_to_device()
         precision.convert_metrics(self.plugin, module)
-        parameters = dict(module.named_parameters())
+        parameters = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
         self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters)
-        checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
+        checks.check_equal_models(named, self._placement.host_group)
         if fitting:
             checkpointed = options.activation_checkpointing
         else:
@@ -287,7 +288,8 @@ class TrainingRun:
 
     def move_to_device(self) -> None:
         """Move the module to this rank's device, except tensors without values and offloaded shards."""
-        if self._without_values and meta_init.names_without_values(self.module):
+        named = torch_internals.named_tensors(self.module) if self._without_values else {}
+        if meta_init.names_without_values(named):
             meta_init.move_what_has_values(self.module, self.device)
         elif not (self._options.cpu_offload and units.is_sharded(self.module)):
             self.module.to(self.device)

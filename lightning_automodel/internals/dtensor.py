@@ -23,12 +23,8 @@ plain_access: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is not called: what runs in it sees ordinary DTensors."""
 
 
-def _on_the_whole(_: Any) -> list[tuple[list[Any], list[Any]]]:
-    return [([Replicate()], [Replicate()])]
-
-
 # How torch's anomaly detection asks a gradient for NaN, for which `DTensor` has no rule.
-register_sharding(torch.ops.aten._is_any_true.default)(_on_the_whole)
+register_sharding(torch.ops.aten._is_any_true.default)(lambda _: [([Replicate()], [Replicate()])])
 
 
 def alike(tensors: Iterable[Any], models: Iterable[Any]) -> bool:

@@ -40,15 +40,9 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return list(units.values())
 
 
-def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
-    groups: list[FSDPParamGroup] = unit._get_fsdp_state()._fsdp_param_groups
-    return groups
-
-
 def groups_of(units: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
-    """The parameter groups of all these units."""
-    return [group for unit in units for group in param_groups(unit)]
+    """The parameter groups of units: a single one of each, unless its parameters are sharded over several meshes."""
+    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
 
 
 def sharded_over(mesh: DeviceMesh) -> Any:
@@ -60,7 +54,7 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
     # itself makes that of a module that nobody uses.
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
-    mesh_info = param_groups(unused)[0].mesh_info
+    mesh_info = groups_of([unused])[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
     return module.ShardPlacementResult(None, mesh_info)
 
@@ -113,9 +107,9 @@ def set_flags(flags: Mapping[FSDPParamGroup, Reductions | Resharding]) -> None:
 
 
 def unsharded_numel(param: FSDPParam) -> int:
-    """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
-    numel: int = param._orig_size.numel()
-    return numel
+    """Number of elements of the padded, unsharded parameter on this rank: under tensor parallelism, of its part."""
+    numel: int = param.padded_sharded_param_size.numel()
+    return numel * getattr(param.mesh_info, "shard_mesh_size", 1)
 
 
 def was_unsharded(group: FSDPParamGroup) -> bool:
@@ -151,10 +145,11 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
     These are the groups at or below ``root``. A collective if there are any such gradients: the last
     backward, in which FSDP2 reduces, did not pass through ``root``.
     """
-    pending = []
-    for group in groups:
-        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
-            pending.append(group)
+    pending = [
+        group
+        for group in groups
+        if holds_partial_reduction(group) or any(map(_is_unreduced, group.fsdp_params))
+    ]
     if not pending:
         return
     state = root._get_fsdp_state()
@@ -169,7 +164,8 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
 
 def has_replicas(group: FSDPParamGroup) -> bool:
     """Whether there are several copies of the group's shards (HSDP)."""
-    return group.mesh_info.mesh.ndim > 1 and group.mesh_info.replicate_mesh_size > 1
+    num_replicas: int = getattr(group.mesh_info, "replicate_mesh_size", 1)
+    return num_replicas > 1
 
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
@@ -249,7 +245,7 @@ def watch_unit(
         finally:
             group.reduce_grads = reduce_grads
 
-    for group in param_groups(unit):
+    for group in groups_of([unit]):
         patches.set(group, "unshard", partial(gather, group, group.unshard))
         patches.set(group, "post_backward", partial(reduce, group, group.post_backward))
 
@@ -283,7 +279,7 @@ class Unit:
 
     def __init__(self, module: FSDPModule) -> None:
         self.module: Any = module
-        self.groups = param_groups(module)
+        self.groups = groups_of([module])
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self._places = [(param, *place) for param in self.params for place in _places_of(param)]
         self.is_retained = False
@@ -333,8 +329,7 @@ class Unit:
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        if self.is_retained:
-            self.show_retained()
+        self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()

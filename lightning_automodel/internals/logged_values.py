@@ -16,6 +16,10 @@ NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": floa
 """Lightning's `reduce_fx`, each with the value that does not change its result."""
 
 
+_OPTIONS = ("name", "prog_bar", "logger", "add_dataloader_idx", "reduce_fx", "enable_graph")
+"""Of ``self.log``, under which each rank must log a value to be reduced with it."""
+
+
 def results_of(trainer: Trainer) -> list[Any]:
     """What is logged: in training, in validations within it, and in the other stages."""
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -65,12 +69,7 @@ def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Gather) -> N
                 dtype,
                 {
                     "fx": meta.fx.removesuffix(f".{results.dataloader_idx}"),
-                    "name": meta.name,
-                    "prog_bar": meta.prog_bar,
-                    "logger": meta.logger,
-                    "add_dataloader_idx": meta.add_dataloader_idx,
-                    "reduce_fx": meta.reduce_fx,
-                    "enable_graph": meta.enable_graph,
+                    **{option: getattr(meta, option) for option in _OPTIONS},
                 },
             )
     by_rank = []

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute, debug
 
+broadcast_coalesced: Any = dist._broadcast_coalesced
+"""``(group, tensors, num_bytes)``: overwrites tensors with those of the group's first rank, in buckets of that size."""
+
 _aborting = threading.Lock()
 
 

@@ -1,6 +1,5 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +18,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
-from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2, process_groups
 from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import cast_around, outermost_calls, step_policy, unit_policy
@@ -33,7 +31,6 @@ from lightning_automodel.sharding.units import (
     class_name,
     described,
     fsdp_roots,
-    has_fsdp_units,
     mark_head,
 )
 
@@ -43,6 +40,7 @@ _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, sma
 
 def apply_fsdp2(
     model: nn.Module,
+    named: Mapping[str, Tensor],
     plan: ShardingPlan,
     run_mesh: RunMesh,
     options: StrategyOptions,
@@ -50,26 +48,31 @@ def apply_fsdp2(
 ) -> None:
     """Shard ``model``, on its device, in place by the plan: over ``fsdp`` of the mesh, experts over ``expert_fsdp``.
 
+    ``named`` are its parameters and buffers.
     A collective over the mesh: every rank must call it with the same model, weights and plan. The model,
     where it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
     LightningModule calls.
     """
-    replicated = set[nn.Parameter]()
-    for name, parameter in model.named_parameters():
-        if name in plan.replicated:
-            replicated.add(parameter)
+    for tensor in named.values():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
+        if (
+            not tensor.is_contiguous()
+            and isinstance(tensor, nn.Parameter)
+            and not isinstance(tensor, DTensor)
+        ):
+            tensor.data = tensor.data.contiguous()
     kwargs = _sharding_options(run_mesh, options.cpu_offload)
-    shard = partial(fully_shard, ignored_params=replicated, **kwargs)
+    replicated = {cast(nn.Parameter, named[name]) for name in plan.replicated & named.keys()}
+    # Without any, FSDP2 need not look for them below each unit.
+    shard = partial(fully_shard, ignored_params=replicated or None, **kwargs)
+    below_root = unit_policy(policy)
     for unit in plan.units:
-        shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy))
+        shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=below_root)
     for root in plan.roots:
         # The model's own parameters are needed again at once in the backward. For roots below it that is not
         # known, and parameters that stayed gathered would be stale after the next optimizer step.
         if root is not model:
-            shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy))
+            shard(root, reshard_after_forward=True, mp_policy=below_root)
             continue
         whole_step = [root]
         if plan.head is not None:
@@ -142,7 +145,7 @@ def _run_steps_as_forward(
     entries = set(callable_children(model))
     for part in model.modules():
         # What holds units may be called directly too: a wrapper's ``generate`` does.
-        if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
+        if part not in passed_by and (part in entries or (can_be_unit(part) and fsdp2.fsdp_units(part))):
             part.forward = outermost(part.forward)
 
 
@@ -183,12 +186,11 @@ def initialise_fsdp2(
             )
 
 
-def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
-    """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
+def broadcast_states(named: Mapping[str, Tensor], mesh: RunMesh) -> None:
+    """Make a model's plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
     A collective over the world. Tensors on the meta device are skipped. ValueError for sparse ones.
     """
-    named = torch_internals.named_tensors(model)
     with_values = [(name, tensor) for name, tensor in named.items() if not tensor.is_meta]
     for name, tensor in with_values:
         if tensor.layout is not torch.strided:
@@ -216,16 +218,11 @@ def broadcast_tensors(
 
     A collective over the group.
     """
-    if group.size() == 1:
+    own = list(tensors)
+    if group.size() == 1 or not own:
         return
-    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
-    num_bytes = 0
-    for tensor in tensors:
-        num_bytes += tensor.nbytes
-        buckets[tensor.device, tensor.dtype, num_bytes // _BROADCAST_BUCKET_BYTES].append(tensor)
-    for bucket in buckets.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
-        # As bytes: no backend knows every dtype.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+    # As bytes: no backend knows every dtype.
+    sent = [tensor.detach().reshape(-1).view(torch.uint8).to(device) for tensor in own]
+    process_groups.broadcast_coalesced(group, sent, _BROADCAST_BUCKET_BYTES)
+    for tensor, values in zip(own, sent, strict=True):
+        tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -15,7 +15,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.units import has_fsdp_units
+from lightning_automodel.internals.fsdp2 import fsdp_units
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
@@ -95,7 +95,7 @@ def explain(error: BaseException, module: nn.Module) -> None:
     text = str(error)
     for symptom, explanation in _EXPLANATIONS.items():
         # Operators of a new device may return a tensor without memory of its own, too.
-        if symptom in text and (explanation not in _ONLY_SHARDED or has_fsdp_units(module)):
+        if symptom in text and (explanation not in _ONLY_SHARDED or fsdp_units(module)):
             error.args = (f"{explanation} (torch: {text})",)
 
 

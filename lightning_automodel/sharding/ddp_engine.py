@@ -66,11 +66,11 @@ class DDPEngine(Engine):
             )
         self.model = module
         if not fitting:
-            apply.broadcast_states(module, mesh)
+            apply.broadcast_states(torch_internals.named_tensors(module), mesh)
             return
         if quantized.check_replicable(parameters):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
-            apply.broadcast_states(module, mesh)
+            apply.broadcast_states(torch_internals.named_tensors(module), mesh)
             kwargs = {**kwargs, "init_sync": False}
         ddp = self._ddp = DistributedDataParallel(module, process_group=mesh.group, **kwargs)
         # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
@@ -133,7 +133,7 @@ class DDPEngine(Engine):
         if not backward.ends:
             return reached
         unfrozen = [p for p in backward.final if p not in self._trainable_at_setup]
-        if unfrozen and self.group is not None:
+        if self.group is not None:
             rescale_clip.average_gradients_(unfrozen, self.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         backward.zero_filled = unfrozen

@@ -15,8 +15,8 @@ a forward                 as before           as before                  stay fo
 :meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
                                               end, else NONE
 :meth:`end_step`          HOOKS               as before                  freed
-:meth:`apart`             EVALUATION or       as before; after an error  freed before it, and after it
-                          REPLAY, then HOOKS  BY_FSDP2
+:meth:`apart`             STEP or REPLAY,     as before; after an error  freed before it, and after it
+                          then HOOKS          BY_FSDP2
 :meth:`release`           as before           as before                  freed, so that none is stale
 :meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
 :meth:`discard`           as before           BY_FSDP2, if all           as before
@@ -52,13 +52,11 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase, PhasedEngine
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
-from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
-from lightning_automodel.sharding.whole_copies import versions
 
 _NUM_COMPARISONS = 4
 """How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
@@ -96,6 +94,9 @@ NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatt
 """While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
 
 
+_SHOW_SHARDS = (Phase.HOOKS, Phase.BEFORE_BACKWARD)
+
+
 class FSDP2Engine(PhasedEngine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
@@ -123,7 +124,6 @@ class FSDP2Engine(PhasedEngine):
     def __init__(self, module: nn.Module, placement: Placement, report: dict[str, Any]) -> None:
         mesh = placement.mesh
         super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
-        self.phase = Phase.EVALUATION  # whose flags are those of set-up
         self.calls = Counter()
         self._reductions: fsdp2.Reductions | None = None
         self.model = module
@@ -146,27 +146,23 @@ class FSDP2Engine(PhasedEngine):
         self._roots = {root: fsdp2.groups_of(fsdp2.fsdp_units(root)) for root in roots}
         self._groups = [group for unit in self.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
-        by_unit = fsdp2.flags_of(self._groups, fsdp2.Resharding)
-        self._patches.callback(fsdp2.set_flags, dict(by_unit))
-        for unit in self._whole_step:
-            for group in unit.groups:
-                # A step may run backwards of its own, and go on with these.
-                by_unit[group] = by_unit[group]._replace(reshard_after_backward=False)
-        in_step = by_unit
+        of_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
+        self._patches.callback(fsdp2.set_flags, of_setup)
+        self._resharding_in_hooks = {
+            group: fsdp2.Resharding(True, group.mesh_info) for group in self._groups
+        }
         if self._retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-            in_step = dict.fromkeys(by_unit, fsdp2.Resharding(False, None))
-        always = {group: fsdp2.Resharding(True, group.mesh_info) for group in by_unit}
-        self._resharding = {
-            Phase.HOOKS: always,
-            Phase.STEP: in_step,
-            Phase.BEFORE_BACKWARD: always,
-            Phase.EVALUATION: in_step,
-            Phase.REPLAY: in_step,
-        }
+            self._resharding_in_step = dict.fromkeys(self._groups, fsdp2.Resharding(False, None))
+        else:
+            # A step may run backwards of its own, and go on with those of the whole step.
+            self._resharding_in_step = of_setup | {
+                group: of_setup[group]._replace(reshard_after_backward=False)
+                for unit in self._whole_step
+                for group in unit.groups
+            }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
-        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
@@ -184,7 +180,8 @@ class FSDP2Engine(PhasedEngine):
     def enter(self, phase: Phase) -> None:
         """Let FSDP2 free gathered parameters as the phase says."""
         if phase is not self.phase:
-            fsdp2.set_flags(self._resharding[phase])
+            shows_shards = phase in _SHOW_SHARDS
+            fsdp2.set_flags(self._resharding_in_hooks if shows_shards else self._resharding_in_step)
             self.phase = phase
 
     def keep_gathered(self, group: Any) -> None:
@@ -192,10 +189,10 @@ class FSDP2Engine(PhasedEngine):
 
         Raises RuntimeError in hooks, after which nothing may stay gathered.
         """
-        if self.phase in (Phase.HOOKS, Phase.BEFORE_BACKWARD):
+        if self.phase in _SHOW_SHARDS:
             raise RuntimeError(SECOND_DERIVATIVE)
-        self._resharding[self.phase][group] = fsdp2.Resharding(False, None)
-        fsdp2.set_flags(self._resharding[self.phase])
+        self._resharding_in_step[group] = fsdp2.Resharding(False, None)
+        fsdp2.set_flags(self._resharding_in_step)
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -227,7 +224,6 @@ class FSDP2Engine(PhasedEngine):
         self.release(reuses_retained=True)
         self.calls.clear()
         self.resume_step()
-        self._versions_at_start = versions(self._shards)
 
     def _is_reached_again(self, group: Any) -> bool:
         """Whether the backward of the strategy comes to another forward of a group, after one that it leaves.
@@ -306,7 +302,7 @@ class FSDP2Engine(PhasedEngine):
         """
         self._settle()
         for unit in self.units:
-            is_reused = reuses_retained and unit.is_retained and unit.is_current and unit.show_retained()
+            is_reused = reuses_retained and unit.is_retained and not unit.written and unit.show_retained()
             if not is_reused:
                 unit.free()
                 unit.note_shards()
@@ -321,17 +317,19 @@ class FSDP2Engine(PhasedEngine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        freed: set[GatheredUnit] = set()  # by a hook's forward
         self._settle()
-        is_written = versions(self._shards) != self._versions_at_start
-        if is_written:
-            self._check_current()  # the step itself may have written them
-        for unit in self.units:
-            if unit.is_retained and not unit.show_retained():
-                freed.add(unit)
+        self._check_current()  # the step itself may have written shards
         self._written = []
-        if freed or is_written:
-            self._use_written_shards(freed)
+        for unit in self.units:
+            is_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
+            written = unit.written_since_forward()
+            self._written += written
+            # The backward computes with the weights of now, as if FSDP2 gathered them for it; `reduce` raises if it
+            # reaches a shard that was written since its forward.
+            if is_freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
         reductions = fsdp2.Reductions(
             reduce_grads=backward.ends or self._defer is not True,
             all_reduce_grads=backward.ends or self._defer is False,
@@ -344,20 +342,6 @@ class FSDP2Engine(PhasedEngine):
         if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
-
-    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
-        """Note the shards that were written since their forward, and gather them anew: a backward follows.
-
-        The backward computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if
-        it reaches a shard that was written.
-        """
-        for unit in self.units:
-            written = unit.written_since_forward()
-            self._written += written
-            if unit in freed or (written and unit.is_gathered):
-                unit.free()
-                unit.note_shards()
-                fsdp2.gather(unit.module)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
@@ -388,11 +372,11 @@ class FSDP2Engine(PhasedEngine):
             return reached
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
-        plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
-        if plain and self.group is not None:
+        if self.group is not None:
+            plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
             rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
-            rescale_clip.share_experts_gradients_([p for p in backward.final if p in self._experts])
+            rescale_clip.share_experts_gradients_(backward.final)
         backward.zero_filled = backward.final
         return reached
 
@@ -400,7 +384,7 @@ class FSDP2Engine(PhasedEngine):
     @contextmanager
     def evaluation(self, find_leader: Callable[[], int | None]) -> Iterator[None]:
         """See the base class. A collective if there is a leader; RuntimeError if it gathers other units."""
-        with self.apart(Phase.EVALUATION):
+        with self.apart(Phase.STEP):
             self._leader = find_leader()
             try:
                 yield
@@ -418,7 +402,7 @@ class FSDP2Engine(PhasedEngine):
                 " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
                 " DistributedSampler with drop_last=True."
             )
-        with self.apart(Phase.EVALUATION):
+        with self.apart(Phase.STEP):
             while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
                 unit = self.units[index].module
                 unit.unshard()
@@ -451,9 +435,9 @@ class FSDP2Engine(PhasedEngine):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        wanted = None if parameters is None else set(parameters)
+        wanted = set(self._shards if parameters is None else parameters)
         for group in self._groups:
-            owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
+            owned = [p for p in group.fsdp_params if p.sharded_param in wanted]
             if not owned:
                 continue
             if fsdp2.holds_partial_reduction(group) and any(
@@ -465,7 +449,7 @@ class FSDP2Engine(PhasedEngine):
                     " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
-        if wanted is None:
+        if parameters is None:
             self._reduce_as(BY_FSDP2)
 
     @override

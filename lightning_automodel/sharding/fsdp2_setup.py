@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.torch import named_tensors
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, tensor_parallel, units
 from lightning_automodel.sharding.shards import shard_parameters
@@ -31,16 +32,17 @@ def shard_module(
     mesh = placement.mesh
     plan = None
     with apply.attributes_kept(module):
-        if not units.has_fsdp_units(module):  # else other code or an earlier run has sharded it
+        if not fsdp2.fsdp_units(module):  # else other code or an earlier run has sharded it
             plan = units.plan_sharding(
                 module, options.auto_wrap_policy, module.automatic_optimization, policy
             )
             named = module.named_parameters()
             checks.check_shardable({name: p for name, p in named if name not in plan.replicated})
         tensor_parallel.distribute(module, mesh)
-        apply.broadcast_states(module, mesh)
+        tensors = named_tensors(module)
+        apply.broadcast_states(tensors, mesh)
         if plan is not None:
-            apply.apply_fsdp2(module, plan, mesh, options, policy)
+            apply.apply_fsdp2(module, tensors, plan, mesh, options, policy)
     give_values()
     sharded = fsdp2.fsdp_units(module)
     parameters = dict(module.named_parameters())

@@ -10,12 +10,15 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
+from collections import Counter
+from enum import Enum, auto
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, use_and_writes
@@ -27,7 +30,6 @@ from lightning_automodel.sharding.gathered_tensor import (
     make_plain,
     text_of_refusal,
 )
-from lightning_automodel.sharding.phases import Phase, PhasedEngine
 from lightning_automodel.sharding.whole_copies import versions
 
 _SUBSTITUTED = (
@@ -42,6 +44,29 @@ WRITTEN_BEFORE_BACKWARD = (
     f" {IN_HOOKS}, or pass data_parallel='ddp'."
 )
 """Why a trained shard must not be written before a backward that reaches it."""
+
+
+class Phase(Enum):
+    """What runs, which decides what FSDP2 frees."""
+
+    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
+    STEP = (
+        auto()
+    )  # of training with its backward, or of evaluation: gathered parameters stay for it, or for the window
+    REPLAY = auto()  # as STEP, with a backward that is not the strategy's
+
+
+class PhasedEngine(Engine):
+    """An engine that is in a phase.
+
+    Attributes:
+        phase: What runs. At set-up nothing has been switched off yet, as in a step.
+        calls: By FSDP2's group, how often a step has called its unit with gradients.
+    """
+
+    phase = Phase.STEP
+    calls: Counter[Any]
 
 
 class GatheredUnit(fsdp2.Unit):
@@ -95,7 +120,7 @@ class GatheredUnit(fsdp2.Unit):
             self.check_current()
         else:
             self.settle()
-            if self.is_pending and not self.is_current:
+            if self.is_pending and self.written:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         if self.engine.phase is not Phase.BEFORE_BACKWARD:
@@ -105,9 +130,9 @@ class GatheredUnit(fsdp2.Unit):
                 self.engine.calls[group] += 1
 
     @property
-    def is_current(self) -> bool:
-        """True while no shard was written since the unit was gathered; the same on all ranks."""
-        return not self._written_since(self._gathered_versions)
+    def written(self) -> list[Any]:
+        """The shards that were written since the unit was gathered; the same on all ranks."""
+        return self._written_since(self._gathered_versions)
 
     def _written_since(self, before: list[int]) -> list[Any]:
         """The shards whose versions are no longer those of ``before``; none if that is empty."""
@@ -116,7 +141,7 @@ class GatheredUnit(fsdp2.Unit):
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
-        for shard in self._written_since(self._gathered_versions):
+        for shard in self.written:
             raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
 
     def written_since_forward(self) -> list[Any]:
@@ -124,7 +149,7 @@ class GatheredUnit(fsdp2.Unit):
 
         What a step writes to its copies, while these stay gathered, the backward sees as in one process.
         """
-        return self._written_since(self._gathered_versions if self.is_gathered else self._forward_versions)
+        return self.written if self.is_gathered else self._written_since(self._forward_versions)
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
@@ -140,7 +165,7 @@ class GatheredUnit(fsdp2.Unit):
         noted = list(map(use_and_writes, self._copies))
         if noted == self._noted:
             return
-        written = self._written_since(self._gathered_versions)
+        written = self.written
         for number, param in enumerate(self.params):
             trained, *writes_before = self._noted[number]
             trains, *writes_now = noted[number]
@@ -159,7 +184,7 @@ class GatheredUnit(fsdp2.Unit):
 
         Not a collective.
         """
-        if not (self.is_gathered and self.is_current):
+        if not self.is_gathered or self.written:
             return
         for param in self.params:
             shard = local_tensor(param.sharded_param)

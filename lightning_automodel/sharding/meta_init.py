@@ -4,7 +4,7 @@ Initialisers see shards that compute like whole tensors (:mod:`lightning_automod
 draw from rank 0's random state: so one seed gives one model, whatever the layout.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,9 @@ _UNINITIALIZED = "lightning_automodel_uninitialized"
 """Attribute of the model: names of tensors without values. Kept there so that a second attempt raises again."""
 
 
-def names_without_values(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that are on the meta device."""
-    return [name for name, tensor in named_tensors(model).items() if tensor.is_meta]
+def names_without_values(named: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are on the meta device."""
+    return [name for name, tensor in named.items() if tensor.is_meta]
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:

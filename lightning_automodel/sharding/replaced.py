@@ -40,13 +40,12 @@ class Replaced(nn.Parameter):
 
 def check_foreign_shards(module: nn.Module) -> None:
     """Raise ValueError if ``module`` has parameters that were sharded as a part of another module."""
+    sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "fsdp_param")}
+    if not sharded:
+        return
     groups = fsdp2.groups_of(fsdp2.fsdp_units(module))
     own = {param.sharded_param for group in groups for param in group.fsdp_params}
-    foreign = [
-        name
-        for name, parameter in module.named_parameters()
-        if hasattr(parameter, "fsdp_param") and parameter not in own
-    ]
+    foreign = [name for name, parameter in sharded.items() if parameter not in own]
     if foreign:
         raise ValueError(
             f"{', '.join(foreign[:_NUM_NAMED])}: {len(foreign)} parameters that an earlier run has sharded as a part of"

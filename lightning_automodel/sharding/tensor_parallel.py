@@ -46,19 +46,20 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
-    if not _takes_part(module, mesh.tensor_parallel):
+    dimension = (mesh.tensor_parallel.mesh_dim_names or (TENSOR,))[0]
+    if not _takes_part(module, dimension):
         planned = [] if is_sharded(module) else outermost([module], _has_plan)
         if not planned:
             raise ValueError(
                 f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is"
                 " distributed for it, and it holds no Hugging Face model with a tp_plan that is not sharded"
-                f" yet: call parallelize_module(..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}],"
+                f" yet: call parallelize_module(..., self.device_mesh[{dimension!r}],"
                 " plan) in configure_model, before any fully_shard, or leave tensor_parallel_size at 1."
             )
         for model in planned:
             _apply_plan(model, mesh.tensor_parallel)
     for name, submodule in module.named_modules():
-        if torch_internals.is_compiled(submodule) and _takes_part(submodule, mesh.tensor_parallel):
+        if torch_internals.is_compiled(submodule) and _takes_part(submodule, dimension):
             raise ValueError(
                 f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
                 " torch.compile computes wrong gradients (torch 2.13) or fails (2.14, 2.15): compile modules"
@@ -66,15 +67,11 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
             )
 
 
-def _dimension(mesh: DeviceMesh) -> str:
-    return (mesh.mesh_dim_names or (TENSOR,))[0]
-
-
-def _takes_part(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether any parameter of ``module`` is a DTensor on the tensor-parallel dimension."""
-    name = _dimension(mesh)
+def _takes_part(module: nn.Module, dimension: str) -> bool:
+    """Whether any parameter of ``module`` is a DTensor on this dimension of the mesh."""
     return any(
-        isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters()
+        isinstance(p, DTensor) and dimension in (p.device_mesh.mesh_dim_names or ())
+        for p in module.parameters()
     )
 
 

@@ -44,11 +44,6 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def has_fsdp_units(model: nn.Module) -> bool:
-    """Whether anything at or below ``model`` is an FSDP2 module."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def plan_sharding(
     model: nn.Module,
     policy: WrapPolicy,

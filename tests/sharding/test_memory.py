@@ -36,7 +36,7 @@ def test_a_rank_has_its_share_of_the_machine() -> None:
 
 
 def _estimate(**dtypes: torch.dtype) -> dict[str, int]:
-    """A trainable linear of 3 x 4 + 3 numbers, uneven over two ranks, and a frozen one of 5 x 3 + 5."""
+    """A trainable linear of 3 x 4 + 3 numbers, padded to 4 rows over two ranks, and a frozen one of 5 x 3 + 5, to 6."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5).requires_grad_(False))
     for unit in (*model, model):
         fully_shard(
@@ -64,8 +64,8 @@ def test_sharded_model(
     """Frozen parameters are gathered too, but have neither gradients nor state; state counts the rank's own rows."""
     for rows, estimated in zip((2, 1), pool2.run(_estimate, **dtypes), strict=True):
         assert estimated == {
-            "unsharded_parameters": (15 + 20) * bytes_gathered,
-            "deferred_gradients": 15 * bytes_unreduced,
+            "unsharded_parameters": (20 + 24) * bytes_gathered,
+            "deferred_gradients": 20 * bytes_unreduced,
             "sharded_state": rows * (4 + 1) * (4 + 8),
         }
 
