@@ -159,7 +159,7 @@ class OptimizerSteps:
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or they are not synchronised."""
         engine = self._windows.engine
-        engine.check_foreign()
+        self._windows.check_foreign()
         parameters = optimizer_parameters(optimizer)
         name = type(optimizer).__name__
         for window in self._windows.open_windows.values():
@@ -172,7 +172,7 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = engine.unsynchronised.intersection(parameters)
+        unsynchronised = self._windows.unsynchronised.intersection(parameters)
         if any(parameter.grad is not None for parameter in unsynchronised):
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
