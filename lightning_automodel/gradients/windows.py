@@ -223,12 +223,12 @@ class GradientWindows:
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def open(self, expected: Count, ahead: WindowTotals | None) -> Window:
+    def open(self, count: Count, divided_by: int, ahead: WindowTotals | None) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is
-        counted ahead. A collective once in a run in float16. Raises RuntimeError if several are open and
-        none is toggled, or if two windows would hold the same parameter.
+        ``count`` are the label tokens of the backward, ``divided_by`` about as many backwards as the window
+        will have, ``ahead`` its totals if it is counted ahead. A collective once in a run in float16. Raises
+        RuntimeError if several are open and none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         window = self.open_windows.get(key)
@@ -243,7 +243,7 @@ class GradientWindows:
             (window,) = self.open_windows.values()
             window.optimizers = self.optimizers
         if window is None:
-            window = self._begin(key, expected)
+            window = self._begin(key, count * divided_by)
         window.ahead = ahead
         return window
 
