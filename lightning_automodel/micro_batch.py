@@ -16,6 +16,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import FirstLooks
+from lightning_automodel.gradients.rank_agreement import Position
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
@@ -275,7 +276,8 @@ class MicroBatches:
                 # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D: times D / N.
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
-                totals = windows.finish(backward, trainer.current_epoch, batch, self.inputs.order)
+                own = Position(trainer.current_epoch, batch, self.inputs.order, engine.collectives)
+                totals = windows.finish(backward, own)
             if windows.on_backward is not None:
                 windows.on_backward(backward)
             windows.put_back(backward)

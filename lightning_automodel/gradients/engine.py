@@ -52,12 +52,6 @@ class Engine:
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
-    def forget(self) -> None:
-        """No backward runs, and no window is open any more."""
-        self.backward = None
-        self.reached.clear()
-        self.discard()
-
     def track(self, trained: set[nn.Parameter]) -> None:
         """Note from now on which backwards reach these parameters."""
         for parameter in trained - self.tracked:

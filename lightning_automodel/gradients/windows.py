@@ -200,9 +200,11 @@ class GradientWindows:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what is held for windows, of which none is open any more."""
+        """Drop what is held for windows, of which none is open any more, and no backward runs."""
         self._kept = self._nothing
-        self.engine.forget()
+        self.engine.backward = None
+        self.engine.reached.clear()
+        self.engine.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
@@ -317,11 +319,10 @@ class GradientWindows:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             GRAD.__set__(parameter, gradient)
 
-    def finish(self, backward: BackwardPass, epoch: int, batch: int, order: int) -> Tensor:
+    def finish(self, backward: BackwardPass, own: Position) -> Tensor:
         """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
 
-        A collective over the data-parallel group. ``batch`` of ``epoch`` is the window's last one, in an
-        ``order`` that samplers have drawn.
+        A collective over the data-parallel group. ``own`` is where this rank ends the window.
 
         Returns:
             [3] the window's sums over all ranks, see :func:`sums_of`.
@@ -331,7 +332,6 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        own = Position(epoch, batch, order, self.engine.collectives)
         totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
