@@ -200,7 +200,8 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        windows.check_foreign()
+        if engine.reached:
+            windows.check_foreign()
         is_first = self._step.is_first
         is_padding = self._step.is_padding
         if optimizer is not None and not windows.open_windows:
