@@ -16,6 +16,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import FirstLooks
+from lightning_automodel.gradients.rank_agreement import Position
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
@@ -29,6 +30,13 @@ NESTED_BACKWARD = (
     " weighed, and joins the backward that runs."
 )
 """Why a backward of the strategy is refused within another one."""
+
+SECOND_BACKWARD = (
+    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were"
+    " final. Add up what is backpropagated, for one loss.backward(). For gradients that shall train"
+    " nothing, call torch.autograd.grad(loss, inputs)."
+)
+"""Why a module's own ``backward`` must not run another one."""
 
 NO_BACKWARD = (
     "LightningModule.backward has run no backward, or one that reaches no trained parameter of the module,"
@@ -48,6 +56,8 @@ class _Step:
     batch: Any = None
     # Whether it is a padding batch, which has no label tokens.
     is_padding: bool = False
+    # Whether it began in the first window of this run, also of a run that was resumed: all is looked at closer.
+    is_first: bool = False
     # What the step has returned, under automatic optimization, until its backward.
     output: Any = None
     # By toggled optimizer, how many resets there were when the whole batch was counted.
@@ -112,8 +122,8 @@ class MicroBatches:
             batch = args[0]
         else:
             batch = next(iter(kwargs.values()), None)
-        self._step = _Step(batch, self.inputs.is_filler)
-        if self._is_first_window:
+        self._step = _Step(batch, self.inputs.is_filler, is_first=self.windows.last_loss is None)
+        if self._step.is_first:
             self._start_first_window(batch)
         if self.buffers is not None:
             self.buffers.start_forward(self.engine.ends_window)  # before `inputs` copies them
@@ -142,11 +152,6 @@ class MicroBatches:
             check_same_batch(batch, windows.mesh.tensor_group, "tensor-parallel")
         if self.ahead is not None and not self._step.is_padding:
             self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
-
-    @property
-    def _is_first_window(self) -> bool:
-        """Whether no window of this run has ended yet, also of a run that was resumed."""
-        return self.windows.last_loss is None
 
     def sliced(
         self, args: tuple[Any, ...], step: str
@@ -195,7 +200,10 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        is_first_window = self._is_first_window
+        if engine.reached:
+            windows.check_foreign()
+        is_first = self._step.is_first
+        is_padding = self._step.is_padding
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
 
@@ -207,19 +215,16 @@ class MicroBatches:
         # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
-        if self._looks.left or is_first_window:
+        if self._looks.left or is_first:
             self.advice.about_half_precision(loss)
             if aux_loss is None:
                 # On whatever rank sees it: another one may count as much in each micro-batch.
                 self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
 
-        window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
+        window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
-        is_padding = self._step.is_padding
         if is_padding:
             objective = objective * 0
-        if engine.reached:
-            engine.check_foreign()
         try:
             if not is_padding:
                 window.sums += sums.to(window.sums.device)
@@ -237,13 +242,12 @@ class MicroBatches:
             if engine.backward is not None:
                 raise RuntimeError(NO_BACKWARD)
             if engine.reached:
-                engine.check_foreign()
+                raise RuntimeError(SECOND_BACKWARD)
         except BaseException as error:
             windows.abandon(error)
             raise
-        engine.user_backward_returned(not windows.open_windows)
         report = windows.last_step
-        if is_first_window and backward.ends and report is not None:
+        if is_first and backward.ends and report is not None:
             self.advice.say_once(self._looks.advice_after(report), warnings.warn)
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
@@ -273,13 +277,15 @@ class MicroBatches:
                 # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D: times D / N.
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
-                totals = windows.finish(backward, trainer.current_epoch, batch, self.inputs.order)
+                own = Position(trainer.current_epoch, batch, self.inputs.order, engine.collectives)
+                totals = windows.finish(backward, own)
             if windows.on_backward is not None:
                 windows.on_backward(backward)
             windows.put_back(backward)
         if backward.ends:
             windows.close(window, totals)
-        engine.leave_backward()
+        engine.backward = None
+        engine.reached.clear()
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
@@ -304,17 +310,17 @@ class MicroBatches:
                 self._check_not_counted_before()
         if is_padding:
             return 0, divided_by, aux_loss
-        is_first_window = self._is_first_window
+        is_first = self._step.is_first
         if self.ahead is not None:
             if has_count(output):
                 self.weighting.check_counted_ahead(
-                    self._step.batch, output, self.ahead.count, reads_device=is_first_window
+                    self._step.batch, output, self.ahead.count, reads_device=is_first
                 )
             return self.ahead.count, divided_by, aux_loss
         if self.context is not None:
             self.context.check_count(output)
         count = self.weighting.count(self._step.batch, output)
-        if isinstance(count, Tensor) and is_first_window:
+        if isinstance(count, Tensor) and is_first:
             check_range(count.item())
         return count, divided_by, aux_loss
 

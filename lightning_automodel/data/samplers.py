@@ -4,7 +4,7 @@ import copy
 import random
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,11 @@ def sampler_of_trainer(loader: Any) -> Any:
     """The sampler that the Trainer has put into ``loader`` to share its data out, or None."""
     sampler = innermost_sampler(loader)
     return sampler if _is_of_trainer(sampler) else None
+
+
+def drawn_order(loaders: Iterable[Any]) -> int:
+    """A number of the order that samplers of the user's have drawn for all ranks in the last epoch of ``loaders``."""
+    return sum(getattr(sampler_of_trainer(loader), "order", 0) for loader in loaders)
 
 
 def subset_number(dataset: Any) -> int:

@@ -33,6 +33,7 @@ from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
+    drawn_order,
     keeps_its_length,
     may_end_early,
     repeats,
@@ -91,6 +92,7 @@ class UnevenInputs:
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
+        self._trained_loaders: list[Any] = []  # one after the other
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
 
     def process(self, loader: Any) -> Any:
@@ -208,6 +210,7 @@ class UnevenInputs:
     def _begin_loaders(self) -> None:
         """Called at the first batch of new training loaders, when it is known how many there are."""
         loaders = CombinedLoader(self._loaders).flattened
+        self._trained_loaders = loaders
         tracked = [loader for loader in loaders if isinstance(loader, TrackedLoader)]
         self._tracked = None
         if len(loaders) == len(tracked) == 1:
@@ -262,19 +265,11 @@ class UnevenInputs:
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
-        self.order = self._drawn_order()
+        self.order = drawn_order(self._trained_loaders)
         if self.ahead is not None and self._tracked is not None:
             start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
             self.seconds_drawing += time.perf_counter() - start
-
-    def _drawn_order(self) -> int:
-        """A number of the order that samplers of the user's have drawn for all ranks in this stage's last epoch."""
-        loaders = getattr(
-            self._trainer, "train_dataloader" if self.is_training else f"{self._stage}_dataloaders"
-        )
-        samplers = map(sampler_of_trainer, CombinedLoader(loaders).flattened)
-        return sum(getattr(sampler, "order", 0) for sampler in samplers)
 
     def _training_handle(self) -> BatchHandle:
         """The newest training batch's, from the first of its hooks on."""
@@ -368,7 +363,8 @@ class UnevenInputs:
         ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
         """
         self._has_evaluated = False
-        own = self._num_evaluated, self._reduced, self._drawn_order(), (first_peer, collectives)
+        loaders = self._trained_loaders if self.is_training else self._evaluated_loaders
+        own = self._num_evaluated, self._reduced, drawn_order(loaders), (first_peer, collectives)
         told = gather_objects(own, self._group)
         found = [number for number, *_ in told]
         if len(set(found)) > 1:
@@ -396,7 +392,7 @@ class UnevenInputs:
         self._handle = NO_BATCH
         self._next = NO_BATCH
         trainer = self._trainer
-        loaders = CombinedLoader(getattr(trainer, f"{self._stage}_dataloaders")).flattened
+        loaders = self._evaluated_loaders
         if not any(isinstance(loader, TrackedLoader) for loader in loaders):
             return
         is_one = len(loaders) == 1
@@ -471,6 +467,10 @@ class UnevenInputs:
                 " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"
                 " DataLoader(drop_last=True) makes batches equal."
             )
+
+    @property
+    def _evaluated_loaders(self) -> list[Any]:
+        return CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
 
     @property
     def is_training(self) -> bool:

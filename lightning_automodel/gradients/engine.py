@@ -10,22 +10,6 @@ from torch import Tensor, nn
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals.torch import Reached, queue_callback
 
-PLAIN_BACKWARD = (
-    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
-    " gradient of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing"
-    " behind. For a loss that trains, call self.manual_backward(loss), or end the window first, by a"
-    " manual_backward outside of `optimizer.toggle_model(sync_grad=False)`; under automatic optimization,"
-    " return the sum of the losses."
-)
-"""Why a backward that is not the strategy's is refused while a window is open."""
-
-SECOND_BACKWARD = (
-    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were"
-    " final. Add up what is backpropagated, for one loss.backward(). For gradients that shall train"
-    " nothing, call torch.autograd.grad(loss, inputs)."
-)
-"""Why a module's own ``backward`` runs one."""
-
 
 def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
     """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
@@ -39,25 +23,13 @@ def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
 class Engine:
     """Distributes a model over ranks, and communicates what each micro-batch of a fit needs. As it is, nothing.
 
-    It knows which backward runs, and what becomes of one that is not the strategy's, a plain one:
-
-    ===========================  ==============================================  ================  =====================
-    state                        entered by                                      :attr:`backward`  a plain backward
-    ===========================  ==============================================  ================  =====================
-    no window is open            :meth:`user_backward_returned`, :meth:`forget`  None              is noted as foreign
-    our backward runs            `GradientWindows.set_aside`                     it                is a part of it
-    our backward has ended; the  :meth:`leave_backward`                          None              is refused: it is the
-    user's has not returned yet                                                                    second
-    a window is open             :meth:`user_backward_returned`                  None              is refused
-    ===========================  ==============================================  ================  =====================
-
     Attributes:
         group: The ranks that gradients are averaged over; None for one rank.
         shares_buffers: Whether ranks take buffers from the first one.
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
-        reached: The parameters that have got gradients since the state was entered, of those that are tracked.
+        reached: The parameters that the backward has given gradients, of those that are tracked; between backwards of
+            the strategy, those that others have.
         tracked: The parameters for which :attr:`reached` is noted.
-        unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. Once it is set, an
             exception puts back the older gradients that were set aside.
         model: What to call the module's steps on.
@@ -76,35 +48,9 @@ class Engine:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.backward: BackwardPass | None = None
-        self._refusal: str | None = None  # why a plain backward is refused
         self.reached = Reached()
-        self.unsynchronised: set[nn.Parameter] = set()
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
-
-    # --- Which backward runs ------------------------------------------------------------------------------------------
-
-    def leave_backward(self) -> None:
-        """The gradients are where the window keeps them. A second backward would be lost, so it is refused."""
-        self.backward = None
-        self._refusal = SECOND_BACKWARD
-        self.reached.clear()
-
-    def user_backward_returned(self, no_window_is_open: bool) -> None:
-        """The user's ``backward`` has returned. Toggled optimizers have windows of their own, and one may stay open."""
-        self._refusal = None if no_window_is_open else PLAIN_BACKWARD
-
-    def forget(self) -> None:
-        """No backward runs, and no window is open any more."""
-        self.backward = None
-        self._refusal = None
-        self.reached.clear()
-        self.discard()
-
-    def zeroed(self, parameters: set[nn.Parameter]) -> None:
-        """The user has zeroed the gradients of these parameters."""
-        self.check_foreign()
-        self.unsynchronised -= parameters
 
     def track(self, trained: set[nn.Parameter]) -> None:
         """Note from now on which backwards reach these parameters."""
@@ -115,25 +61,13 @@ class Engine:
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
 
-    def check_foreign(self) -> None:
-        """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
-        if self.backward is not None or not self.reached:
-            return
-        if self._refusal is not None or not self.ends_window:
-            raise RuntimeError(self._refusal or PLAIN_BACKWARD)
-        if self.group is not None:  # FSDP2 averages the gradients of its shards in any backward
-            self.unsynchronised.update(leaf for leaf in self.reached if not hasattr(leaf, "shard"))
-        self.reached.clear()
-
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch. ``ends_window``: its backward ends the window."""
-        self.check_foreign()
         before = self.ends_window
         self.ends_window = ends_window
         try:
             yield
-            self.check_foreign()
         finally:
             self.ends_window = before
 

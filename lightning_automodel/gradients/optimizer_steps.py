@@ -158,12 +158,12 @@ class OptimizerSteps:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or they are not synchronised."""
-        engine = self._windows.engine
-        engine.check_foreign()
+        windows = self._windows
+        windows.check_foreign()
         parameters = optimizer_parameters(optimizer)
         name = type(optimizer).__name__
-        for window in self._windows.open_windows.values():
-            if window.ahead is not None and engine.backward is not None:
+        for window in windows.open_windows.values():
+            if window.ahead is not None and windows.engine.backward is not None:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
@@ -172,7 +172,7 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = engine.unsynchronised.intersection(parameters)
+        unsynchronised = windows.unsynchronised.intersection(parameters)
         if any(parameter.grad is not None for parameter in unsynchronised):
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"

@@ -6,13 +6,12 @@ gathering would bring every tensor to every rank.
 
 from collections.abc import Sequence
 from itertools import chain, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 
 class Split(NamedTuple):
@@ -46,11 +45,8 @@ class Holders(NamedTuple):
         return whole
 
 
-def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
-    """Which ranks hold the parts of this rank's copy of a tensor. Not a collective.
-
-    Raises NotImplementedError for a placement that is neither a shard nor a replica.
-    """
+def holders_of(mesh: DeviceMesh, placements: Sequence[Any]) -> Holders:
+    """Which ranks hold the parts of this rank's copy of a tensor, which is sharded or replicated. Not a collective."""
     own = mesh.get_coordinate()
     assert own is not None
     splits: list[Split] = []
@@ -59,11 +55,8 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
         if placement.is_replicate():
             along.append([own[mesh_dim]])
             continue
-        tensor_dim = getattr(placement, "dim", None)
-        if tensor_dim is None:
-            raise NotImplementedError(f"the placement {placement}")
         along.append(range(mesh.size(mesh_dim)))
-        splits.append(Split(mesh_dim, tensor_dim, mesh.size(mesh_dim)))
+        splits.append(Split(mesh_dim, placement.dim, mesh.size(mesh_dim)))
     # FSDP2 splits what tensor parallelism has left, though its dimensions come first: torch notes it.
     splits.sort(key=lambda split: hasattr(placements[split.mesh_dim], "split_factor"))
     return Holders(splits, {int(mesh.mesh[coordinate]): coordinate for coordinate in product(*along)})

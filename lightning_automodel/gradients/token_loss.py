@@ -200,21 +200,6 @@ class TokenWeighting:
             return "sample"
         return "label token"
 
-    def report(self, totals: Tensor) -> StepReport:
-        """Report on a window from its [3] totals of :func:`sums_of`, over all ranks.
-
-        Each micro-batch counts as 1 where label tokens are not counted: the first total is N either way.
-        """
-        num_label_tokens = totals[0]
-        if not self.per_token_loss:
-            num_label_tokens = torch.zeros_like(num_label_tokens)
-        return StepReport(
-            loss=totals[1] / totals[0],
-            num_label_tokens=num_label_tokens,
-            num_micro_batches=totals[2].long(),
-            grad_norm=None,
-        )
-
 
 def loss_of(output: Any) -> Any:
     """[] the loss in what a step returned; None in a mapping without one."""

@@ -1,14 +1,15 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``.
 
-===================================  =============================  =======================================
-where training is                    ``.grad`` holds                gradients of open windows are
-===================================  =============================  =======================================
-no window is open                    what its user left there       -
-in a backward of the strategy        those of open windows          there, and in FSDP2; what stood there is
-                                                                    set aside
-a window is open, no backward runs   what stood there before it     kept here, and in FSDP2
-a window's last backward returns     the sum of both, final         those of other open windows: kept here
-===================================  =============================  =======================================
+==================================  =========================  =======================================  ==============
+where training is                   ``.grad`` holds            gradients of open windows are            another
+                                                                                                        backward
+==================================  =========================  =======================================  ==============
+no window is open                   what its user left there   -                                        is noted
+in a backward of the strategy       those of open windows      there, and in FSDP2; what stood there    is a part
+                                                               is set aside                             of it
+a window is open, no backward runs  what stood there before    kept here, and in FSDP2                  is refused
+a window's last backward returns    the sum of both, final     those of other open windows: kept here   is refused
+==================================  =========================  =======================================  ==============
 
 A backward goes from one row to the next by :meth:`GradientWindows.set_aside` and
 :meth:`GradientWindows.put_back`. After an exception in it, and where all is zeroed or a run ends, no window is
@@ -17,6 +18,8 @@ open.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import compress
+from operator import attrgetter
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -40,6 +43,8 @@ from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
 ZEROED_IN_BACKWARD = (
     "zero_grad() was called within a backward of the strategy, by a hook of autograd or in"
     " LightningModule.backward. Gradients of the accumulation window would be lost, while its label tokens"
@@ -47,6 +52,15 @@ ZEROED_IN_BACKWARD = (
     " on_after_backward. To step and zero in hooks of parameters, pass count_window_ahead=True."
 )
 """Why a window is not dropped while its backward runs."""
+
+PLAIN_BACKWARD = (
+    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
+    " gradient of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing"
+    " behind. For a loss that trains, call self.manual_backward(loss), or end the window first, by a"
+    " manual_backward outside of `optimizer.toggle_model(sync_grad=False)`; under automatic optimization,"
+    " return the sum of the losses."
+)
+"""Why a backward that is not the strategy's is refused while a window is open."""
 
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
@@ -84,6 +98,7 @@ class GradientWindows:
         measured: The optimizers whose norm was reported since their previous step.
         agreement: Sums up what ranks have in a window, and compares where they end it.
         num_resets: How often an optimizer stepped, or gradients were zeroed.
+        unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         on_step: Called after each step, and where a gradient scaler has skipped one.
         on_backward: Called with each backward after it has run, while ``.grad`` holds the gradients of open windows
             alone, without older ones.
@@ -111,10 +126,13 @@ class GradientWindows:
         self.since_step: dict[Optimizer, Tensor] = {}
         self.measured: set[Optimizer] = set()
         self.num_resets = 0
+        self.unsynchronised: set[nn.Parameter] = set()
         self.on_step: Callable[[], None] | None = None
         self.on_backward: Callable[[BackwardPass], None] | None = None
         self.engine = engine
         # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
+        self._is_trainable: list[bool] = []
+        self._trainable: set[nn.Parameter] = set()  # those of which it is true
         self._nothing: list[Tensor | None] = [None] * len(parameters)
         self._kept = self._nothing  # gradients of open windows, between backwards
         self.agreement = RankAgreement(placement)
@@ -129,7 +147,8 @@ class GradientWindows:
         """
         self.num_resets += 1
         dropped = set(parameters)
-        self.engine.zeroed(dropped)
+        self.check_foreign()
+        self.unsynchronised -= dropped
         if self.engine.backward is not None:
             self._drop_within(self.engine.backward, dropped)
             return
@@ -160,6 +179,17 @@ class GradientWindows:
         pairs = zip(self.parameters, gradients, strict=True)
         return [None if parameter in dropped else gradient for parameter, gradient in pairs]
 
+    def check_foreign(self) -> None:
+        """Raise RuntimeError if a backward that is not the strategy's has reached parameters while a window is open."""
+        engine = self.engine
+        if engine.backward is not None or not engine.reached:
+            return
+        if self.open_windows:
+            raise RuntimeError(PLAIN_BACKWARD)
+        if engine.group is not None:  # FSDP2 averages the gradients of its shards in any backward
+            self.unsynchronised.update(leaf for leaf in engine.reached if not hasattr(leaf, "shard"))
+        engine.reached.clear()
+
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
         self.open_windows = {}
@@ -170,9 +200,11 @@ class GradientWindows:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what is held for windows, of which none is open any more."""
+        """Drop what is held for windows, of which none is open any more, and no backward runs."""
         self._kept = self._nothing
-        self.engine.forget()
+        self.engine.backward = None
+        self.engine.reached.clear()
+        self.engine.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
@@ -193,12 +225,12 @@ class GradientWindows:
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def open(self, expected: Count, ahead: WindowTotals | None) -> Window:
+    def open(self, count: Count, divided_by: int, ahead: WindowTotals | None) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is
-        counted ahead. A collective once in a run in float16. Raises RuntimeError if several are open and
-        none is toggled, or if two windows would hold the same parameter.
+        ``count`` are the label tokens of the backward, ``divided_by`` about as many backwards as the window
+        will have, ``ahead`` its totals if it is counted ahead. A collective once in a run in float16. Raises
+        RuntimeError if several are open and none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         window = self.open_windows.get(key)
@@ -213,7 +245,7 @@ class GradientWindows:
             (window,) = self.open_windows.values()
             window.optimizers = self.optimizers
         if window is None:
-            window = self._begin(key, expected)
+            window = self._begin(key, count * divided_by)
         window.ahead = ahead
         return window
 
@@ -262,10 +294,13 @@ class GradientWindows:
             trained_before |= open_window.trained
             if open_window is not window:
                 owned_elsewhere |= open_window.owned
-        trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
+        is_trainable = list(map(_REQUIRES_GRAD, self.parameters))
+        if is_trainable != self._is_trainable:
+            self._is_trainable = is_trainable
+            self._trainable = set(compress(self.parameters, is_trainable))
+            self.engine.track(self._trainable)
+        trainable = self._trainable
         window.trained |= trainable
-        if not trainable <= self.engine.tracked:
-            self.engine.track(trainable)
         final: list[nn.Parameter] = []
         if ends:
             ended = (trained_before | trainable) - owned_elsewhere
@@ -284,11 +319,10 @@ class GradientWindows:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             GRAD.__set__(parameter, gradient)
 
-    def finish(self, backward: BackwardPass, epoch: int, batch: int, order: int) -> Tensor:
+    def finish(self, backward: BackwardPass, own: Position) -> Tensor:
         """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
 
-        A collective over the data-parallel group. ``batch`` of ``epoch`` is the window's last one, in an
-        ``order`` that samplers have drawn.
+        A collective over the data-parallel group. ``own`` is where this rank ends the window.
 
         Returns:
             [3] the window's sums over all ranks, see :func:`sums_of`.
@@ -298,7 +332,6 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        own = Position(epoch, batch, order, self.engine.collectives)
         totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
@@ -349,7 +382,11 @@ class GradientWindows:
         self.last_loss = totals[1] / totals[0]
         if window.optimizers:
             totals = self.since_step[window.optimizers[0]]
-        self.last_step = self.weighting.report(totals)
+        count, loss, num_micro_batches = totals
+        mean = loss / count
+        if not self.weighting.per_token_loss:  # each micro-batch has counted as 1
+            count = torch.zeros_like(count)
+        self.last_step = StepReport(mean, count, num_micro_batches.long(), grad_norm=None)
 
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back, unless that has ended, and drop all windows."""

@@ -177,7 +177,6 @@ def test_a_wrong_count_that_nobody_has_read_is_not_lost_in_a_sum(count: float) -
     """On an accelerator; whatever else its window counts."""
     totals = _window([(1.0, torch.tensor(count)), (1.0, 5)])
     assert totals[0].isnan()
-    assert TokenWeighting().report(totals).loss.isnan()
     assert gradient_factor(totals[0], 2).isnan()
     assert gradient_factor(torch.tensor(count), 2).isnan()
 

@@ -41,8 +41,8 @@ def _micro_batch(sync: FSDP2Engine, model: Holder, shards: set[Tensor], step: in
         loss.backward()
         sync.reduce(backward)
         sync.keep(backward)
-        sync.leave_backward()
-        sync.user_backward_returned(is_last)
+        sync.backward = None
+        sync.reached.clear()
 
 
 def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:
