@@ -76,6 +76,8 @@ NOT_MESSAGES = {
     "… of … (group … of optimizer …)": "a part of `Ranks step with different options`",
     "the work of rank … in … …": "what others wait for, a part of `is missing at`",
     # Parts of messages whose rest says what to do.
+    "… writes …": "the rest is a text of its own",
+    "A backward reaches what was written …": "the rest is a text of its own",
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
     "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …": (

@@ -35,6 +35,11 @@ AUGMENTED = """
 
 _UNNAMED = "a tensor"
 
+_FOLLOWED = (
+    "in place to a sharded tensor that autograd follows: write parameters under torch.no_grad(), and call functions"
+    " without the underscore on what is computed from them."
+)
+
 
 class Call(NamedTuple):
     """A call of a function of torch in which sharded tensors take part."""
@@ -204,14 +209,13 @@ class GatheredCopy:
                 f"{function} changes the shape of {name_of(self.shard)}, which is sharded, in place. Call the"
                 " function without the underscore, which gives a new tensor."
             )
-        # Nobody differentiates a gradient, which has a name.
-        if is_followed and (is_recorded(self.shard) or name_of(self.shard) == _UNNAMED):
-            raise RuntimeError(
-                f"{function} writes in place to a sharded tensor, where autograd follows what it reads or writes and"
-                " would leave that out: write under torch.no_grad(), or call functions without the underscore."
-            )
+        if is_followed and is_recorded(self.shard):
+            raise RuntimeError(f"{function} writes {_FOLLOWED}")
         write_part(self.shard, self.whole)
         self._note_versions()
+        # Nobody differentiates a gradient, which has a name.
+        if is_followed and name_of(self.shard) == _UNNAMED:
+            _refuse_derivatives(self.shard)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the whole one."""
@@ -262,6 +266,18 @@ class View(Tensor):
 
 
 break_graphs_at(View)
+
+
+def _refuse_derivatives(shard: Tensor) -> None:
+    """Let a backward raise that reaches what was written to ``shard``: it would leave out what autograd follows."""
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(f"A backward reaches what was written {_FOLLOWED}")
+
+    if shard.is_floating_point():
+        zero = torch.zeros((), dtype=shard.dtype, device=shard.device, requires_grad=True)
+        zero.register_hook(refuse)
+        shard.add_(zero)
 
 
 # --- Computing ------------------------------------------------------------------------------------------------------

@@ -35,24 +35,28 @@ def _row_doubled(p: Tensor) -> None:
     (p * 2)[0].mul_(2)
 
 
-def _rows_added(p: Tensor) -> None:
-    torch.zeros_like(p).index_add_(0, torch.tensor([0]), p[:1])
-
-
-def _row_assigned(p: Tensor) -> None:
-    torch.zeros_like(p)[0] = p[0]
-
-
 FOLLOWED: dict[str, Callable[[Tensor], None]] = {
     "parameter": lambda p: p.tril_(),
     "row of a parameter": lambda p: p.__setitem__(0, 0),
     "row set": _row_set,
     "row doubled": _row_doubled,
+}
+
+
+def _rows_added(total: Tensor, p: Tensor) -> None:
+    total.index_add_(0, torch.tensor([0]), p[:1])
+
+
+def _row_assigned(total: Tensor, p: Tensor) -> None:
+    total[0] = p[0]
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "rows added": _rows_added,
     "row assigned": _row_assigned,
-    "slice": lambda p: torch.zeros_like(p)[1:].add_(p[1:]),
-    "list": lambda p: torch._foreach_add_([torch.zeros_like(p)], [p]),
-    "product": lambda p: torch.zeros_like(p).add_(p @ p.T),
+    "slice": lambda total, p: total[1:].add_(p[1:]),
+    "list": lambda total, p: torch._foreach_add_([total], [p]),
+    "product": lambda total, p: total.add_(p @ p.T),
 }
 
 
@@ -68,7 +72,7 @@ def _refuse_writes() -> None:
     for write in FOLLOWED.values():
         parameter = _parameter()
         with pytest.raises(
-            RuntimeError, match=r"writes in place to a sharded tensor, where autograd follows.*no_grad\(\)"
+            RuntimeError, match=r"writes in place to a sharded tensor that autograd follows.*no_grad\(\)"
         ):
             write(parameter)
         with torch.no_grad():
@@ -78,6 +82,22 @@ def _refuse_writes() -> None:
 def test_what_autograd_follows_is_not_written_in_parts(pool2: RankPool) -> None:
     """Its gradients would be those of before."""
     pool2.run(_refuse_writes)
+
+
+def _refuse_derivatives() -> None:
+    for write in SUMS.values():
+        parameter = _parameter()
+        total, expected = torch.zeros_like(parameter), torch.zeros(3, 3)
+        write(total, parameter)
+        write(expected, nn.Parameter(torch.ones(3, 3)))
+        assert torch.equal(total.full_tensor(), expected)
+        with pytest.raises(RuntimeError, match="A backward reaches what was written in place"):
+            (total.square().sum() + parameter.sum()).backward()
+
+
+def test_derivatives_of_what_was_written_in_parts_are_refused(pool2: RankPool) -> None:
+    """The values are right, and would be differentiated without what autograd follows."""
+    pool2.run(_refuse_derivatives)
 
 
 # --- Whole tensors loaded by `load_state_dict`: what projects do with a file that they kept ---------------------------
