@@ -336,7 +336,8 @@ class MicroBatches:
         before = counted.get(key)
         counted[key] = resets
         counts_samples = self.weighting.unit == "sample"
-        if before is None or (counts_samples and before != resets):
+        # Of several optimizers each may train on all samples, as in a GAN.
+        if before is None or (counts_samples and before != resets and len(self.windows.optimizers) > 1):
             return
         text = (
             "manual_backward is called again for the same batch, and each loss weighs by all"

@@ -124,7 +124,11 @@ class TrainingRun:
         self._context: ContextParallelSteps | None = None
         if mesh is not None:
             self._context = ContextParallelSteps(module, mesh, options, self.plugin, self.patches)
-        self.plugin.convert_module(module)
+        if self.plugin.convert_module(module) is not module:
+            raise ValueError(
+                f"{type(self.plugin).__name__}.convert_module returns another module, which would not be trained: let"
+                " it change the one that it is given, and return that."
+            )
         named = torch_internals.named_tensors(module)
         self._without_values = meta_init.names_without_values(named)
         self.move_to_device()

@@ -35,6 +35,8 @@ class Engine:
         model: What to call the module's steps on.
         collectives: A number of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
+        written: [2] the sum and the squared norm of what steps have written to gathered parameters since the last
+            window's end; None if nothing. The same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -42,6 +44,7 @@ class Engine:
     shares_buffers = True
     reuses_gradients = False
     collectives = 0
+    written: Tensor | None = None
     first_peer = 0
     model: nn.Module
 

@@ -36,12 +36,22 @@ DIFFERENT_ORDERS = (
 )
 """What ranks must do whose samplers have drawn different orders."""
 
+DIFFERENT_WRITES = (
+    "Forwards or steps have written other values to parameters on each rank, as from its own batch (data-dependent"
+    " initialisation, codebooks of vector quantisation) or at random: shards are now parts of different weights."
+    " Write what all ranks have reduced (self.all_gather(values).mean(0)), or draw by a torch.Generator with the same"
+    " seed on all ranks."
+)
+"""What ranks must do that have written other values to gathered parameters."""
+
 _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
 """Makes one number of epoch and batch: few epochs and tens of thousands of batches give different ones."""
 _NUM_COMPARED = 6
 """Three numbers of a position, and their squares."""
+_ROUNDING = 1e-5
+"""Of the norm of what ranks write alike, by kernels that may round in other ways."""
 
 
 class Position(NamedTuple):
@@ -53,6 +63,20 @@ class Position(NamedTuple):
     """A number of the order that samplers have drawn for all ranks."""
     collectives: int
     """A number of those of its engine."""
+
+
+class _Compared(NamedTuple):
+    """What ranks compare of a window."""
+
+    own: Position
+    positions: Tensor
+    """[6] the sums over ranks of the three numbers of a position, and of their squares."""
+    num_ranks: int
+    """How many ranks these are."""
+    written: Tensor
+    """[3] the sums over ranks of the sum of what each has written, of its squared norm, and of the squared sum."""
+    num_writing: int
+    """How many ranks these are."""
 
 
 class RankAgreement:
@@ -70,39 +94,49 @@ class RankAgreement:
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
-        # Windows that were not compared yet: position, sums, number of ranks, and when the sums are there.
-        self._unchecked: deque[tuple[Position, Tensor, int, torch.Event]] = deque()
+        # Windows that were not compared yet: what of them is, and when the sums are there.
+        self._unchecked: deque[tuple[_Compared, torch.Event]] = deque()
 
     def sum_over_ranks(
-        self, window: Window, own: Position, parameters: list[nn.Parameter]
+        self, window: Window, own: Position, written: Tensor | None, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
-        One all-reduce of three numbers, six of this rank's ``own`` position, and one for each parameter.
+        One all-reduce of three numbers, three of what this rank has ``written``, six of its ``own`` position, and one
+        for each parameter.
 
-        Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, or have
-        drawn their data in different orders.
+        Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, have drawn
+        their data in different orders, or have written different values to parameters.
         """
+        if written is None:
+            written = torch.zeros_like(window.sums[:2])
+        sums = torch.cat([window.sums, written, written[:1].square()])
         batch = own.epoch * _FACTOR + own.batch
-        compared = [number % _MODULUS for number in (batch, own.order, own.collectives)]
-        squares = [number**2 for number in compared]
+        position = [number % _MODULUS for number in (batch, own.order, own.collectives)]
+        squares = [number**2 for number in position]
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         numbers = torch.tensor(
-            [*compared, *squares, *uses],
+            [*position, *squares, *uses],
             dtype=window.sums.dtype,
             pin_memory=self._device.type != "cpu",
         )
-        totals, others, num_ranks = self._all_reduce(window.sums, numbers)
+        totals, others, num_ranks = self._all_reduce(sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
-        on_host = others[:_NUM_COMPARED].to("cpu", non_blocking=True)
-        if others.device.type == "cpu":
-            _check(own, on_host, num_ranks)
+        compared = _Compared(
+            own,
+            others[:_NUM_COMPARED].to("cpu", non_blocking=True),
+            num_ranks,
+            totals[3:].to("cpu", non_blocking=True),
+            self._group.size(),
+        )
+        if totals.device.type == "cpu":
+            _check(compared)
         else:
-            event = torch.accelerator.current_stream().record_event()
-            self._unchecked.append((own, on_host, num_ranks, event))
+            self._unchecked.append((compared, torch.accelerator.current_stream().record_event()))
             self.check_earlier(waits=False)
+        totals = totals[:3]
         if all(uses):
             return totals, []  # without reading the device
         num_uses = zip(parameters, others[_NUM_COMPARED:].tolist(), strict=True)
@@ -123,36 +157,42 @@ class RankAgreement:
         both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
         if self._divisor > 1:
             dist.all_reduce(both, group=self._group)
-        return both[:3], both[3:], self._group.size()
+        return both[: len(sums)], both[len(sums) :], self._group.size()
 
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
 
         ``waits`` for the device; or else compares as far as that has come.
         """
-        while self._unchecked and (waits or self._unchecked[0][3].query()):
-            own, sums, num_ranks, event = self._unchecked.popleft()
+        while self._unchecked and (waits or self._unchecked[0][1].query()):
+            compared, event = self._unchecked.popleft()
             if waits:
                 event.synchronize()
-            _check(own, sums, num_ranks)
+            _check(compared)
 
     def clear(self) -> None:
         """Forget windows that were not compared: a run begins or ends, or something has failed."""
         self._unchecked.clear()
 
 
-def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
-    """Raise RuntimeError unless all ranks have the same position. Reads the device.
+def _check(compared: _Compared) -> None:
+    """Raise RuntimeError unless all ranks have the same position, and have written the same. Reads the host.
 
-    ``sums`` [6] are the sums over ranks of the three numbers compared, and of their squares. One rank is not compared:
-    on MPS, which never has more, float32 would round the squares.
+    One rank is not compared: on MPS, which never has more, float32 would round the squares.
     """
+    own = compared.own
     different_batches = (
         f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
         f" of epoch {own.epoch}. {DIFFERENT_BATCHES}"
     )
-    totals = sums.view(2, -1).T.tolist()
+    num_ranks = compared.num_ranks
     causes = (different_batches, DIFFERENT_ORDERS, DIFFERENT_UNITS)
-    for (total, squares), cause in zip(totals, causes, strict=True):
+    for (total, squares), cause in zip(compared.positions.view(2, -1).T.tolist(), causes, strict=True):
         if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
             raise RuntimeError(cause)
+    total, norms, squares = compared.written.tolist()
+    num_writing = compared.num_writing
+    # The variance over ranks, times the square of their number, and how much of it is rounding here and there.
+    variance = num_writing * squares - total**2
+    if variance > num_writing**2 * _ROUNDING**2 * norms / num_writing + 1e-13 * num_writing * squares:
+        raise RuntimeError(DIFFERENT_WRITES)

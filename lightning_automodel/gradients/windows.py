@@ -332,7 +332,10 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        totals, unused = self.agreement.sum_over_ranks(window, own, backward.zero_filled)
+        totals, unused = self.agreement.sum_over_ranks(
+            window, own, self.engine.written, backward.zero_filled
+        )
+        self.engine.written = None
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

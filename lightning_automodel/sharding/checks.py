@@ -65,12 +65,17 @@ _SEVERAL_DTYPES = (
     " them to one dtype, freeze those of the other, let auto_wrap_policy make units of one dtype each, or pass"
     " data_parallel='ddp'."
 )
+_WITHOUT_AUTOCAST = (
+    "Under a mixed precision FSDP2 casts parameters of its units and what enters a child of the LightningModule, in"
+    " place of autocast. Cast what meets them, such as a buffer or a parameter of your own (table.to(x.dtype)), or pass"
+    " data_parallel='ddp'."
+)
 _OUT_OF_MEMORY = (
     "The device has run out of memory. Where there seemed to be room, parameters stay gathered and gradients"
     " unsharded until a window ends, which saves communication: pass reshard_during_accumulation=True, then"
     " defer_fsdp_grad_sync=False."
 )
-_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY)
+_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST)
 _EXPLANATIONS = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
@@ -84,6 +89,7 @@ _EXPLANATIONS = {
     "FSDP expects uniform original parameter dtype": _SEVERAL_DTYPES,
     "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
     "out of memory. Tried to allocate": _OUT_OF_MEMORY,
+    "to have the same dtype, but got": _WITHOUT_AUTOCAST,
 }
 """What a part of torch's text means here."""
 

@@ -166,6 +166,8 @@ class FSDP2Engine(PhasedEngine):
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
+        self._prefetch = partial(set_prefetch, module, report["prefetch"], placement.device.type == "cpu")
+        self._prefetches = report["prefetch"] == 0
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
         share_random_state(mesh.tensor_group, placement.device)
@@ -258,6 +260,9 @@ class FSDP2Engine(PhasedEngine):
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         if backward.ends:
             self._reduce_as(BY_FSDP2)
+            if not self._prefetches:  # not before ranks compare, at this window's end, which units they use
+                self._prefetches = True
+                self._prefetch()
         else:
             self._reduce_as(NONE)
         self._show_shards(retained=self._retain_unsharded and not backward.ends)

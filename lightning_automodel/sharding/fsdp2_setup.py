@@ -63,8 +63,6 @@ def shard_module(
         report["prefetch_reason"] = (
             "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0"
         )
-    if ahead:
-        set_prefetch(module, ahead, in_background=is_cpu)
     return report | {"prefetch": ahead, "cpu_offload": options.cpu_offload}
 
 
@@ -87,8 +85,8 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
 
     0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the
-    arguments. If units run in another order than they are registered in, memory is wasted, but no rank
-    hangs.
+    arguments. If units run in another order than they are registered in, memory is wasted; if ranks use different
+    ones, they start other numbers of gathers, and hang.
     """
     for root in units.fsdp_roots(model):
         forward = fsdp2.fsdp_units(cast(nn.Module, root))

@@ -15,10 +15,12 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.engine import Engine
+from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, use_and_writes
@@ -174,10 +176,19 @@ class GatheredUnit(fsdp2.Unit):
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
                 _write_back(param, not any(shard is one for one in written))
+                if num_expert_ranks(shard) == 1:
+                    self._note_written(local_tensor(param.unsharded_param).detach())
                 self._gathered_versions[number] += 1
                 if self._forward_versions:
                     self._forward_versions[number] += 1
         self.forget_writes()
+
+    def _note_written(self, whole: Tensor) -> None:
+        """Note what ranks compare where the window ends: each carries its own slice of it into its shard."""
+        wide = wide_dtype(whole.device)
+        norm = torch.linalg.vector_norm(whole, dtype=wide)
+        numbers = torch.stack([whole.sum(dtype=wide), norm.square()])
+        self.engine.written = numbers + (0 if self.engine.written is None else self.engine.written)
 
     def check_uncounted_writes(self) -> None:
         """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.

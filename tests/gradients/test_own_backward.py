@@ -293,11 +293,12 @@ AGAIN = "manual_backward is called again for the same batch, and each loss weigh
 
 
 class Chunks(ManualModule):
-    """One backward for each row, told its count or not."""
+    """One backward for each row, told its count or not; with a step after each, as PPO's minibatches."""
 
-    def __init__(self, tell: bool) -> None:
+    def __init__(self, tell: bool, steps: bool) -> None:
         super().__init__()
         self.tell = tell
+        self.steps = steps
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -305,14 +306,17 @@ class Chunks(ManualModule):
         for row in range(rows):
             chunk = {name: tensor[row : row + 1] for name, tensor in batch.items()}
             kwargs = {"num_label_tokens": (chunk["labels"] != -100).sum()} if self.tell else {}
-            with optimizer.toggle_model(sync_grad=row == rows - 1):
+            with optimizer.toggle_model(sync_grad=self.steps or row == rows - 1):
                 self.manual_backward(self(chunk), **kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
+            if self.steps or row == rows - 1:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def _fit_chunks(tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
-    module = Chunks(tell)
+def _fit_chunks(
+    tell: bool, options: dict[str, Any], steps: bool = False
+) -> tuple[dict[str, Tensor], str, list[str]]:
+    module = Chunks(tell, steps)
     said: list[str] = []
     error = ""
     trainer = make_trainer(AutomodelStrategy(**options))
@@ -334,17 +338,18 @@ def test_chunks_of_a_batch(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "counted"),
+    ("options", "steps", "counted"),
     [
-        ({"count": "samples"}, "samples"),
-        ({"per_token_loss": False}, None),
+        ({"count": "samples"}, False, "samples"),
+        ({"count": "samples"}, True, "samples"),
+        ({"per_token_loss": False}, False, None),
     ],
 )
 def test_backwards_that_may_be_of_the_whole_batch(
-    pool2: RankPool, options: dict[str, Any], counted: str | None
+    pool2: RankPool, options: dict[str, Any], steps: bool, counted: str | None
 ) -> None:
     """A GAN and SAM run several: a warning at most, once."""
-    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, False, options)):
+    for rank, (_, error, warned) in enumerate(pool2.run(_fit_chunks, False, options, steps)):
         assert error == ""
         assert [message.startswith(AGAIN.format(counted)) for message in warned] == [True] * (
             rank == 0 and counted is not None

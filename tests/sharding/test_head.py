@@ -176,7 +176,8 @@ LAYOUTS = {name: STRATEGIES[name] for name in ("resharded", "kept")}
 class Events(Callback):
     """All-gathers, reductions, forwards and backwards of the first micro-batch, by name, as they start on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 0) -> None:
+        self._batch = batch
         self.events = []
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
@@ -194,7 +195,7 @@ class Events(Callback):
         self._note(f"reduce {label}, {len(reduced)}" if reduced else f"gather {label}")
 
     def _note(self, event: str) -> None:
-        if self._trainer.fit_loop.epoch_loop.batch_idx == 0:
+        if self._trainer.fit_loop.epoch_loop.batch_idx == self._batch:
             self.events.append(event)
 
     def on_before_backward(self, *args: Any) -> None:
@@ -205,9 +206,9 @@ class Events(Callback):
 
 
 def fit(options: dict[str, Any]) -> tuple[Outcome, list[str], dict[str, Any]]:
-    """Weights, events of the first micro-batch, and what `describe` says."""
+    """Weights, events of the second window's first micro-batch, and what `describe` says."""
     module = ModelModule(filled_decoder())
-    events = Events()
+    events = Events(ACCUMULATE)
     weights, described = fit_module(module, options, callbacks=[events])
     assert not any(fsdp2.Unit(unit).is_pending for unit in fsdp2.fsdp_units(module))
     return weights, events.events, described

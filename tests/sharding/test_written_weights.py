@@ -126,6 +126,15 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
     assert pool2.run(_kinds_in_step) == [[Shard, Shard]] * 2
 
 
+class Initialises(Writer):
+    """Takes a bias from the rows of each rank, as data-dependent initialisation does."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.student.blocks[0].linear.bias.copy_(batch.mean(0))
+        return self.distance(batch)
+
+
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
 # By a step, to what stays gathered for the backward or not; and by hooks, to shards.
 WRITTEN_IN_STEP = ["teacher-swap-middle", "teacher-swap-end", "clamped-end", "wgan-forward"]
@@ -165,6 +174,11 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         *("64-true", ["kept", "resharded", "offloaded"]),
         UNCOUNTED,
     ),
+    # Each rank would keep its part of other values.
+    "Forwards or steps have written other values to parameters on each rank": (
+        *("64-true", ["kept", "offloaded"]),
+        ["initialised"],
+    ),
     # What is written to a copy in bfloat16 would be rounded.
     "where FSDP2 has gathered it in torch.bfloat16, which rounds what is written": (
         *("bf16-mixed", ["kept"]),
@@ -173,7 +187,7 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
     # The recipe: shards are written in their own dtype. A step that only reads `.data` is not refused either.
     "nothing was refused": ("bf16-mixed", ["kept"], ["clamped-batch_start", "reads"]),
 }
-MAKERS = {**CASES, **UNCOUNTED, "held": (WritesHeld, ())}
+MAKERS = {**CASES, **UNCOUNTED, "held": (WritesHeld, ()), "initialised": (Initialises, ())}
 
 
 def _refused(every: bool) -> dict[tuple[str, str, str], str]:
