@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD, plain_access
 from lightning_automodel.internals.patching import PatchStack, overwrite
-from lightning_automodel.internals.torch import local_tensor, set_local_tensor
+from lightning_automodel.internals.torch import local_tensor, parameters_of, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 
@@ -145,11 +145,10 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
     These are the groups at or below ``root``. A collective if there are any such gradients: the last
     backward, in which FSDP2 reduces, did not pass through ``root``.
     """
-    pending = [
-        group
-        for group in groups
-        if holds_partial_reduction(group) or any(map(_is_unreduced, group.fsdp_params))
-    ]
+    pending = []
+    for group in groups:
+        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
+            pending.append(group)
     if not pending:
         return
     state = root._get_fsdp_state()
@@ -329,7 +328,8 @@ class Unit:
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        self.show_retained()
+        if self.is_retained:
+            self.show_retained()
         if self.is_pending:
             gather(self.module)
         self.module.reshard()
@@ -342,8 +342,8 @@ class Unit:
 
     def is_substituted(self) -> bool:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
-        for param, module, name in self._places:
-            shown = getattr(module, name)
+        for param, shown_by_name, name in self._places:
+            shown = shown_by_name.get(name)
             if shown is param.unsharded_param or shown is param.sharded_param:
                 continue
             # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
@@ -352,11 +352,12 @@ class Unit:
         return False
 
 
-def _places_of(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that hold a parameter, several if it is shared, each with its name there."""
+def _places_of(param: FSDPParam) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+    """The parameters of modules that hold this one, several if it is shared, each with its name there."""
     place = param._module_info
-    yield place.module, place.param_name
-    yield from zip(place.shared_modules, place.shared_param_names, strict=True)
+    names = [place.param_name, *place.shared_param_names]
+    for module, name in zip([place.module, *place.shared_modules], names, strict=True):
+        yield parameters_of(module), name
 
 
 def _has_memory(group: FSDPParamGroup) -> bool:

@@ -57,6 +57,7 @@ from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
+from lightning_automodel.sharding.whole_copies import versions
 
 _NUM_COMPARISONS = 4
 """How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
@@ -163,6 +164,7 @@ class FSDP2Engine(PhasedEngine):
             }
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
+        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
@@ -226,6 +228,7 @@ class FSDP2Engine(PhasedEngine):
         self.release(reuses_retained=True)
         self.calls.clear()
         self.resume_step()
+        self._versions_at_start = versions(self._shards)
 
     def _is_reached_again(self, group: Any) -> bool:
         """Whether the backward of the strategy comes to another forward of a group, after one that it leaves.
@@ -323,18 +326,16 @@ class FSDP2Engine(PhasedEngine):
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         self._settle()
-        self._check_current()  # the step itself may have written shards
-        self._written = []
+        is_written = versions(self._shards) != self._versions_at_start
+        if is_written:
+            self._check_current()  # the step itself may have written them
+        freed: set[GatheredUnit] = set()  # by a hook's forward
         for unit in self.units:
-            is_freed = unit.is_retained and not unit.show_retained()  # by a hook's forward
-            written = unit.written_since_forward()
-            self._written += written
-            # The backward computes with the weights of now, as if FSDP2 gathered them for it; `reduce` raises if it
-            # reaches a shard that was written since its forward.
-            if is_freed or (written and unit.is_gathered):
-                unit.free()
-                unit.note_shards()
-                fsdp2.gather(unit.module)
+            if unit.is_retained and not unit.show_retained():
+                freed.add(unit)
+        self._written = []
+        if freed or is_written:
+            self._use_written_shards(freed)
         reductions = fsdp2.Reductions(
             reduce_grads=backward.ends or self._defer is not True,
             all_reduce_grads=backward.ends or self._defer is False,
@@ -347,6 +348,20 @@ class FSDP2Engine(PhasedEngine):
         if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
+
+    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
+        """Note the shards that were written since their forward, and gather them anew: a backward follows.
+
+        It computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if it reaches a
+        shard that was written.
+        """
+        for unit in self.units:
+            written = unit.written_since_forward()
+            self._written += written
+            if unit in freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
@@ -377,8 +392,8 @@ class FSDP2Engine(PhasedEngine):
             return reached
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
-        if self.group is not None:
-            plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
+        plain = [parameter for parameter in backward.final if not isinstance(parameter, DTensor)]
+        if plain and self.group is not None:
             rescale_clip.average_gradients_(plain, self.group)
         if self._experts:
             rescale_clip.share_experts_gradients_(backward.final)
