@@ -151,7 +151,7 @@ class Advice:
             )
 
     def about_class_weights(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
-        """Warn, in an evaluation that returns no count, of losses with class weights; of training, see `about_loss`."""
+        """Warn, in an evaluation that returns no count, of losses with class weights."""
         if has_count(output) or not weighting.per_token_loss:
             return
         if weighting.count_label_tokens not in (None, count_samples):

@@ -277,7 +277,7 @@ class MicroBatches:
                 # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D: times D / N.
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
-                own = Position(trainer.current_epoch, batch, self.inputs.order, engine.collectives)
+                own = Position(trainer.current_epoch, batch, self.inputs.order, engine.unit_order)
                 totals = windows.finish(backward, own)
             if windows.on_backward is not None:
                 windows.on_backward(backward)

@@ -648,10 +648,10 @@ class AutomodelStrategy(ParallelStrategy):
         if not run.windows.open_windows:
             run.check_parameters()
         if is_last_batch(trainer):
-            run.patch_metrics()  # which are computed next
+            run.patch_metrics()  # before Lightning computes those that were logged over the epoch
         output = run.micro_batches.training_step(super().training_step, args, kwargs)
         stops_by_hand = self._stops and not self._module.automatic_optimization
-        # Where no gradients are held, or an epoch ends, no optimizer may step any more by hand.
+        # Gradients that wait for a step by hand would be lost, unless an epoch ends, which loses them anyway.
         if stops_by_hand and (is_last_batch(trainer) or not run.holds_gradients()):
             self._reach_resumable_point()
         return output
@@ -710,7 +710,7 @@ class AutomodelStrategy(ParallelStrategy):
         return output
 
     def _reach_resumable_point(self) -> None:
-        """All batches so far are in the weights: a resumed run goes on from here exactly, and ranks may stop here."""
+        """Note that a run may resume from here, where all batches so far are in the weights; stop if all ranks do."""
         if self._resume is not None:
             self._resume.stepped()
         if self._stops:

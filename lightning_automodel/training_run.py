@@ -424,8 +424,8 @@ class TrainingRun:
 
         Called where an evaluation ends, in which replicas may use other units, and where training ends.
         """
-        self.inputs.compare_ranks(self.engine.first_peer, self.engine.collectives)
-        self.engine.collectives = 0
+        self.inputs.compare_ranks(self.engine.first_peer, self.engine.unit_order)
+        self.engine.unit_order = 0
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

@@ -179,9 +179,9 @@ class CheckpointSaver:
             if group is not None:
                 # Collectives of two threads must not mix in one group.
                 group = collectives.background_group(self._timeout)
-            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._pending = thread.submit(_write_beside_training, module.device, write, group)
-            thread.shutdown(wait=False)  # it ends with this save
+            executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._pending = executor.submit(_write_beside_training, module.device, write, group)
+            executor.shutdown(wait=False)  # its thread ends with this save
             return
         write(group)
         if not goes_on:
@@ -270,7 +270,7 @@ class CheckpointSaver:
             self.finish()
 
     def poll(self) -> None:
-        """Raise the error of a save in the background if it has failed by now. Not a collective."""
+        """End a save in the background that is done by now, or raise its error, by :meth:`finish`."""
         if self._pending is None or self._pending.done():
             self.finish()
 

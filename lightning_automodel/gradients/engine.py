@@ -33,7 +33,7 @@ class Engine:
         backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. Once it is set, an
             exception puts back the older gradients that were set aside.
         model: What to call the module's steps on.
-        collectives: A number of the units that this rank has gathered and reduced, in their order, since ranks have
+        unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
         written: [2] the sum and the squared norm of what steps have written to gathered parameters since the last
             window's end; None if nothing. The same on ranks that have written alike.
@@ -43,7 +43,7 @@ class Engine:
 
     shares_buffers = True
     reuses_gradients = False
-    collectives = 0
+    unit_order = 0
     written: Tensor | None = None
     first_peer = 0
     model: nn.Module

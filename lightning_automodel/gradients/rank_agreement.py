@@ -55,14 +55,14 @@ _ROUNDING = 1e-5
 
 
 class Position(NamedTuple):
-    """Where a rank ends a window: with which batch of which epoch and order, and after which collectives."""
+    """Where a rank ends a window: with which batch of which epoch and order, and after which units."""
 
     epoch: int
     batch: int
     order: int
     """A number of the order that samplers have drawn for all ranks."""
-    collectives: int
-    """A number of those of its engine."""
+    unit_order: int
+    """A number of the units that its engine has gathered and reduced."""
 
 
 class _Compared(NamedTuple):
@@ -112,7 +112,7 @@ class RankAgreement:
             written = torch.zeros_like(window.sums[:2])
         sums = torch.cat([window.sums, written, written[:1].square()])
         batch = own.epoch * _FACTOR + own.batch
-        position = [number % _MODULUS for number in (batch, own.order, own.collectives)]
+        position = [number % _MODULUS for number in (batch, own.order, own.unit_order)]
         squares = [number**2 for number in position]
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.

@@ -226,7 +226,7 @@ class GradientWindows:
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
     def open(self, count: Count, divided_by: int, ahead: WindowTotals | None) -> Window:
-        """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
+        """The window that the next backward adds to: the toggled optimizer's, else the open one, or a new one of all.
 
         ``count`` are the label tokens of the backward, ``divided_by`` about as many backwards as the window
         will have, ``ahead`` its totals if it is counted ahead. A collective once in a run in float16. Raises

@@ -438,7 +438,7 @@ class FSDP2Engine(PhasedEngine):
                 raise RuntimeError(_BACKWARD_ALONE)
             if self._told(self._leader, index) != index:
                 raise RuntimeError(DIFFERENT_UNITS)
-        self.collectives = hash((self.collectives, index, *reduced))
+        self.unit_order = hash((self.unit_order, index, *reduced))
 
     def _told(self, leader: int, own: int) -> int:
         """What the leader tells, which this rank tells if it is the leader. A collective over the hosts."""
@@ -484,7 +484,7 @@ class FSDP2Engine(PhasedEngine):
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
-        self.collectives = 0  # ranks may have failed in different places
+        self.unit_order = 0  # ranks may have failed in different places
         self._forwards_left.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self._shards]

@@ -27,7 +27,7 @@ class MicroBatch:
         parts: Those of its loss; empty if the graph does not tell.
         checksum: Of its batch.
         replayed_loss: As it is in the replay.
-        share: This rank's part of its share in the replayed loss of one batch.
+        share: What it adds to the loss of one batch, in the replay; of a slice, this rank's part of that.
         source: The rank that sends the batch to all: the first with the same data.
         whole_count: The mean over all slices of the batch.
     """

@@ -187,7 +187,7 @@ class LockStep(Recorder):
             raise ReplayError("a batch cannot be pickled, for other ranks")
         self._turn = turn
         self._scale = scale
-        self._written = iter(weights)
+        self._weights_to_write = iter(weights)
         self._backwards_left = turn.backward
         with PatchStack() as patches:
             # A step that raises leaves optimizers toggled, and what a step has gathered would toggle them again.
@@ -207,10 +207,10 @@ class LockStep(Recorder):
         return self._computed
 
     def _step(self, closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> None:
-        """In place of an optimizer's step."""
+        """Write the next of the recorded weights: before a training step, and where an optimizer would step in it."""
         if closure is not None:
             closure()
-        weights = next(self._written, None)
+        weights = next(self._weights_to_write, None)
         if weights is None:
             raise RuntimeError(
                 "training_step has stepped optimizers more often than in the run: let steps depend on the batch and"

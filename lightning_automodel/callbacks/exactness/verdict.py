@@ -24,17 +24,28 @@ from lightning_automodel.internals import torch as torch_internals
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
-_COPIES = 5  # on the host: weights, and gradients of the run, of two replays and of a micro-batch
-_FACTOR = 4  # times the rounding that another order and scale show
-_HALF = 1e-4
-_DOUBTFUL = 2.5  # roundings in half precision
-_LEAST = 16  # roundings that are no error
-_MOST_ROUNDING = 0.01  # with which gradients in single precision still mean something
-_INFINITE = 1e100  # an error as large, or NaN
-_UNEXPLAINED = 0.05  # of the gradients, that weights of micro-batches may leave where they explain an error
-_IMPROVEMENT = 0.3  # of what is off without these weights, that may be left with them
-_WEIGHT_OFF = 0.02  # of a micro-batch, which is an error where rounding hides it from the norms
-_SLOPE_OFF = 0.02  # by the curvature of the loss, and its rounding
+_COPIES = 5
+"""Copies of the parameters on a host: weights, and gradients of the run, of two replays and of a micro-batch."""
+_ROUNDING_FACTOR = 4
+"""An error is more than so many times the rounding that another order and scale of the replay show."""
+_HALF_EPSILON = 1e-4
+"""A dtype with a larger epsilon is in half precision."""
+_DOUBTFUL_FACTOR = 2.5
+"""In half precision, more than so many times that rounding is not judged, if it is no error for certain."""
+_LEAST_EPSILONS = 16
+"""So many epsilons of the dtype are no error, though the replays may round alike."""
+_MOST_ROUNDING = 0.01
+"""With more rounding, relative to the gradients, those in single precision mean nothing."""
+_INFINITE = 1e100
+"""An error as large is that of gradients that are not finite."""
+_UNEXPLAINED = 0.05
+"""Share of the gradients that wrong weights of micro-batches may leave unexplained where they are the reason."""
+_IMPROVEMENT = 0.3
+"""Of the error without these weights, so much may be left with them."""
+_WEIGHT_OFF = 0.02
+"""A weight of a micro-batch that is off by more is an error, also where rounding hides it from the norms."""
+_SLOPE_OFF = 0.02
+"""The curvature of the loss, and its rounding, may move a slope by so much."""
 
 
 @dataclass
@@ -131,7 +142,7 @@ def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
         eps = torch.finfo(torch.bfloat16).eps
     else:
         eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
-    step.is_half = eps > _HALF
+    step.is_half = eps > _HALF_EPSILON
     agree(_unrepeatable(step, lockstep))
     again, _ = lockstep.one_batch(lockstep.turns[::-1], scale=0.75)  # which rounds differently
     _measure(step, lockstep, run, exact, again, eps)
@@ -146,7 +157,7 @@ def _replay_and_judge(step: StepResult, lockstep: LockStep, run: Parts) -> None:
         step.is_wrong or is_weighed_wrongly
     )  # in half precision, rounding does not explain a weight
     step.explanation = _explain(step, lockstep, factors if is_weighed_wrongly else None)
-    if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL * step.rounding:
+    if step.is_half and not step.is_wrong and step.gradient_error > _DOUBTFUL_FACTOR * step.rounding:
         raise ReplayError(
             f"they are {percent(step.gradient_error)} off, which may be rounding (here"
             f" {percent(step.rounding)}) or not: check with precision='32-true'"
@@ -165,11 +176,11 @@ def _measure(
     step.rounding = float(rounding.norm() / total)
     if not step.gradient_error + step.rounding < _INFINITE:
         raise ReplayError("gradients are not finite, or are zero in the replay alone")
-    least = eps if step.is_half else _LEAST * eps
-    limit = _FACTOR * step.rounding + least
+    least = eps if step.is_half else _LEAST_EPSILONS * eps
+    limit = _ROUNDING_FACTOR * step.rounding + least
     # Its rounding, and its share of all rounding: it may be zero but for rounding.
     share = (lockstep.numel / lockstep.numel[size > 0].sum().clamp(min=1)).sqrt()
-    is_off = off > _FACTOR * rounding + least * size + limit * total * share
+    is_off = off > _ROUNDING_FACTOR * rounding + least * size + limit * total * share
     rows = zip(off.tolist(), (off / size).tolist(), is_off, lockstep.parameters, strict=True)
     step.parameters = {name: error for _, error, found, name in sorted(rows, reverse=True) if found}
     step.is_wrong = step.gradient_error > limit or bool(step.parameters)
@@ -203,7 +214,7 @@ def _fit_weights(samples: list[Tensor], run: Tensor) -> tuple[Tensor, float]:
     left = (parts @ factors - run).norm() / size
     unweighted = (parts.sum(dim=1) - run).norm() / size
     error = (factors - 1).abs().max()
-    explains = left < _UNEXPLAINED and left < _IMPROVEMENT * unweighted and error > _FACTOR * left
+    explains = left < _UNEXPLAINED and left < _IMPROVEMENT * unweighted and error > _ROUNDING_FACTOR * left
     return factors, float(error) if explains else 0.0
 
 
