@@ -1,6 +1,8 @@
 """What ranks tell each other where a window ends: its sums, in which batch they end it, and which units they used."""
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,6 +54,8 @@ _NUM_COMPARED = 6
 """Three numbers of a position, and their squares."""
 _ROUNDING = 1e-5
 """Of the norm of what ranks write alike, by kernels that may round in other ways."""
+_EPSILON = 1e-13
+"""How far squares of sums in float64 are off, relative to them."""
 
 
 class Position(NamedTuple):
@@ -63,20 +67,6 @@ class Position(NamedTuple):
     """A number of the order that samplers have drawn for all ranks."""
     unit_order: int
     """A number of the units that its engine has gathered and reduced."""
-
-
-class _Compared(NamedTuple):
-    """What ranks compare of a window."""
-
-    own: Position
-    positions: Tensor
-    """[6] the sums over ranks of the three numbers of a position, and of their squares."""
-    num_ranks: int
-    """How many ranks these are."""
-    written: Tensor
-    """[3] the sums over ranks of the sum of what each has written, of its squared norm, and of the squared sum."""
-    num_writing: int
-    """How many ranks these are."""
 
 
 class RankAgreement:
@@ -94,8 +84,8 @@ class RankAgreement:
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
-        # Windows that were not compared yet: what of them is, and when the sums are there.
-        self._unchecked: deque[tuple[_Compared, torch.Event]] = deque()
+        # Of windows that were not compared yet: when the sums are there, and what compares them.
+        self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def sum_over_ranks(
         self, window: Window, own: Position, written: Tensor | None, parameters: list[nn.Parameter]
@@ -124,17 +114,12 @@ class RankAgreement:
         totals, others, num_ranks = self._all_reduce(sums, numbers)
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
-        compared = _Compared(
-            own,
-            others[:_NUM_COMPARED].to("cpu", non_blocking=True),
-            num_ranks,
-            totals[3:].to("cpu", non_blocking=True),
-            self._group.size(),
-        )
+        positions = others[:_NUM_COMPARED].to("cpu", non_blocking=True)
+        check = partial(self._check, own, positions, num_ranks, totals[3:].to("cpu", non_blocking=True))
         if totals.device.type == "cpu":
-            _check(compared)
+            check()
         else:
-            self._unchecked.append((compared, torch.accelerator.current_stream().record_event()))
+            self._unchecked.append((torch.accelerator.current_stream().record_event(), check))
             self.check_earlier(waits=False)
         totals = totals[:3]
         if all(uses):
@@ -164,35 +149,33 @@ class RankAgreement:
 
         ``waits`` for the device; or else compares as far as that has come.
         """
-        while self._unchecked and (waits or self._unchecked[0][1].query()):
-            compared, event = self._unchecked.popleft()
+        while self._unchecked and (waits or self._unchecked[0][0].query()):
+            event, check = self._unchecked.popleft()
             if waits:
                 event.synchronize()
-            _check(compared)
+            check()
 
     def clear(self) -> None:
         """Forget windows that were not compared: a run begins or ends, or something has failed."""
         self._unchecked.clear()
 
+    def _check(self, own: Position, positions: Tensor, num_ranks: int, written: Tensor) -> None:
+        """Raise RuntimeError unless all ranks have the same position, and have written the same.
 
-def _check(compared: _Compared) -> None:
-    """Raise RuntimeError unless all ranks have the same position, and have written the same. Reads the host.
-
-    One rank is not compared: on MPS, which never has more, float32 would round the squares.
-    """
-    own = compared.own
-    different_batches = (
-        f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
-        f" of epoch {own.epoch}. {DIFFERENT_BATCHES}"
-    )
-    num_ranks = compared.num_ranks
-    causes = (different_batches, DIFFERENT_ORDERS, DIFFERENT_UNITS)
-    for (total, squares), cause in zip(compared.positions.view(2, -1).T.tolist(), causes, strict=True):
-        if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
-            raise RuntimeError(cause)
-    total, norms, squares = compared.written.tolist()
-    num_writing = compared.num_writing
-    # The variance over ranks, times the square of their number, and how much of it is rounding here and there.
-    variance = num_writing * squares - total**2
-    if variance > num_writing**2 * _ROUNDING**2 * norms / num_writing + 1e-13 * num_writing * squares:
-        raise RuntimeError(DIFFERENT_WRITES)
+        ``positions`` [6] are the sums over ``num_ranks`` of the three numbers of one, and of their squares; ``written``
+        [3] those over the group of the sum of what a rank has written, of its squared norm, and of the squared sum. One
+        rank is not compared: on MPS, which never has more, float32 would round the squares.
+        """
+        different_batches = (
+            f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
+            f" of epoch {own.epoch}. {DIFFERENT_BATCHES}"
+        )
+        causes = (different_batches, DIFFERENT_ORDERS, DIFFERENT_UNITS)
+        for (total, squares), cause in zip(positions.view(2, -1).T.tolist(), causes, strict=True):
+            if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
+                raise RuntimeError(cause)
+        total, norms, squares = written.tolist()
+        size = self._group.size()
+        variance = size * squares - total**2  # over ranks, times the square of their number
+        if variance > _ROUNDING**2 * size * norms + _EPSILON * size * squares:
+            raise RuntimeError(DIFFERENT_WRITES)

@@ -176,7 +176,7 @@ class GatheredUnit(fsdp2.Unit):
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
                 _write_back(param, not any(shard is one for one in written))
-                if num_expert_ranks(shard) == 1:
+                if self.engine.group is not None and num_expert_ranks(shard) == 1:
                     self._note_written(local_tensor(param.unsharded_param).detach())
                 self._gathered_versions[number] += 1
                 if self._forward_versions:
