@@ -61,7 +61,7 @@ from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh,
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import StepReport
-from lightning_automodel.gradients.windows import unwrap
+from lightning_automodel.gradients.window_records import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.releases import warn_untested

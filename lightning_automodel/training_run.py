@@ -31,7 +31,8 @@ from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
-from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
+from lightning_automodel.gradients.window_records import optimizer_parameters
+from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import metrics as metrics_internals

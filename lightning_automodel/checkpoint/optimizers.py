@@ -28,7 +28,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved, whole
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
-from lightning_automodel.gradients.windows import optimizer_parameters
+from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = (

@@ -190,14 +190,7 @@ class _WithGradients(torch.autograd.Function):
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
     """The tensors whose ``.grad`` a backward of ``loss`` would fill, each once."""
-    to_visit: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}  # next_functions holds None for inputs without a gradient
-    while to_visit:
-        node = to_visit.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        to_visit.extend(following for following, _ in node.next_functions)
+    for node in torch_internals.graph_nodes(loss):
         leaf = getattr(node, "variable", None)
         if leaf is None:
             continue

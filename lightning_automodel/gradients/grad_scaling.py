@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.token_loss import Count
+from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
@@ -91,7 +92,7 @@ class LossScaling:
 
     def _unscale(self, optimizer: Optimizer) -> Tensor:
         """Unscale gradients unless they are. Returns [] 1 where they overflow. A collective if some are sharded."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = optimizer_parameters(optimizer)
         if any(
             parameter.grad is not None and parameter.grad.dtype == torch.float16 for parameter in parameters
         ):

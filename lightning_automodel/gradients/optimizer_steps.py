@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.whole_tensors import WholeSteps, nested_optimizers
-from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.gradients.window_records import OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions

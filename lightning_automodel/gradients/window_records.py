@@ -2,10 +2,23 @@
 
 from dataclasses import dataclass, field
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel.gradients.token_loss import WindowTotals
+
+OneOptimizer = Optimizer | LightningOptimizer
+
+
+def unwrap(optimizer: OneOptimizer) -> Optimizer:
+    """The user's optimizer behind Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer."""
+    return [parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]]
 
 
 @dataclass(eq=False)
@@ -35,8 +48,7 @@ class Window:
     @property
     def owned(self) -> set[nn.Parameter]:
         """The parameters of its optimizers. No other open window may hold any of them."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return {parameter for group in groups for parameter in group["params"]}
+        return {p for optimizer in self.optimizers for p in optimizer_parameters(optimizer)}
 
 
 @dataclass(eq=False)

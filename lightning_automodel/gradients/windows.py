@@ -22,7 +22,6 @@ from itertools import compress
 from operator import attrgetter
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,8 +39,6 @@ from lightning_automodel.gradients.token_loss import (
 )
 from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals.dtensor import GRAD
-
-OneOptimizer = Optimizer | LightningOptimizer
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -61,16 +58,6 @@ PLAIN_BACKWARD = (
     " return the sum of the losses."
 )
 """Why a backward that is not the strategy's is refused while a window is open."""
-
-
-def unwrap(optimizer: OneOptimizer) -> Optimizer:
-    """The user's optimizer behind Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer."""
-    return [parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]]
 
 
 class GradientWindows:

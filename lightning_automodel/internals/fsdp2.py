@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD, plain_access
 from lightning_automodel.internals.patching import PatchStack, overwrite
-from lightning_automodel.internals.torch import local_tensor, parameters_of, set_local_tensor
+from lightning_automodel.internals.torch import graph_nodes, local_tensor, parameters_of, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 
@@ -251,19 +251,9 @@ def watch_unit(
 
 def forwards_reached(loss: Tensor) -> Counter[FSDPParamGroup]:
     """How many forwards of each group a backward of ``loss`` [] leaves, as its graph tells."""
-    reached: Counter[FSDPParamGroup] = Counter()
-    pending: list[Any] = [loss.grad_fn]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        group = getattr(node, "param_group", None)  # of the node by which FSDP2 sees that a forward is left
-        if group is not None:
-            reached[group] += 1
-        pending += [parent for parent, _ in node.next_functions]
-    return reached
+    # Of the nodes by which FSDP2 sees that a forward is left.
+    groups = [getattr(node, "param_group", None) for node in graph_nodes(loss)]
+    return Counter(group for group in groups if group is not None)
 
 
 class Unit:

@@ -5,7 +5,7 @@ Those of FSDP2 and of process groups stand in the files beside this one.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -241,6 +241,18 @@ def patch_unscaling(
         is_checked[optimizer] = True
 
     patches.set(scaler, "unscale_", unscale_once)
+
+
+def graph_nodes(output: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph that a backward of ``output`` may reach, each once."""
+    pending: list[Any] = [output.grad_fn]
+    seen: set[Any] = {None}  # for inputs without a gradient
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += [parent for parent, _ in node.next_functions]
 
 
 def saved(node: Any, name: str) -> Any:

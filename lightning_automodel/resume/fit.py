@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
-from lightning_automodel.gradients.windows import optimizer_parameters
+from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import torch as torch_internals

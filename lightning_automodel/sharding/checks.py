@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
-from lightning_automodel.gradients.windows import optimizer_parameters
+from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.fsdp2 import fsdp_units

@@ -185,9 +185,8 @@ class GatheredUnit(fsdp2.Unit):
 
     def _note_written(self, whole: Tensor) -> None:
         """Note what ranks compare where the window ends: each carries its own slice of it into its shard."""
-        wide = wide_dtype(whole.device)
-        norm = torch.linalg.vector_norm(whole, dtype=wide)
-        numbers = torch.stack([whole.sum(dtype=wide), norm.square()])
+        values = whole.to(wide_dtype(whole.device))
+        numbers = torch.stack([values.sum(), values.square().sum()])
         self.engine.written = numbers + (0 if self.engine.written is None else self.engine.written)
 
     def check_uncounted_writes(self) -> None:
