@@ -27,7 +27,6 @@ from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
@@ -398,7 +397,7 @@ class TrainingRun:
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
         self.windows.agreement.check_earlier(waits=True)
-        check_learning_rates(self.windows.optimizers, self._placement.host_group)
+        self.steps.check_learning_rates(self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
         check_replicas(self.module, self._mesh, self.device, self._ignored)

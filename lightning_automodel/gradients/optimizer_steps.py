@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -210,6 +211,28 @@ class OptimizerSteps:
                 " torch.autograd.grad(loss, p)[0]`). Call self.manual_backward(loss), once for each of"
                 " several losses, and change what it leaves in .grad. Or write the same gradients on all"
                 " ranks."
+            )
+
+    def check_learning_rates(self, group: dist.ProcessGroup) -> None:
+        """Raise RuntimeError, on every rank, if learning rates or other fractions among options differ.
+
+        A collective over ``group``, on the host, with a read of the device where a learning rate is a tensor. A
+        scheduler may follow a metric of its own on each rank.
+        """
+        own = {
+            f"{name} of {type(optimizer).__name__} (group {index} of optimizer {number})": f"{float(value):.6g}"
+            for number, optimizer in enumerate(self._windows.optimizers)
+            for index, options in enumerate(optimizer.param_groups)
+            for name, value in options.items()
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        if differing := collectives.disagreement(own, group):
+            raise RuntimeError(
+                f"Ranks step with different options of their optimizers: {differing}."
+                " If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
+                " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to"
+                " all of its parameters must not have owners: pass optimizer_step='shards'. Else write"
+                " the same values on all ranks."
             )
 
     def close(self) -> None:
