@@ -22,6 +22,7 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.buffers import SharedBuffers
+from lightning_automodel.sharding.replicas import check_gradients_of_peers
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 
 NESTED_BACKWARD = (
@@ -252,10 +253,13 @@ class MicroBatches:
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
-            return self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
+            loss = self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
         finally:
             if not self.module.automatic_optimization:
                 engine.resume_step()
+        if is_first and backward.ends:
+            check_gradients_of_peers(self.module, windows.mesh, windows.device)
+        return loss
 
     def _end_backward(self) -> None:
         """End the backward: ``.grad`` is then final if the window ends with it, else what it was before the backward.
@@ -328,7 +332,7 @@ class MicroBatches:
         """Refuse chunks of a batch that would each weigh as all of it.
 
         Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in
-        between.
+        between, which minibatches have too.
         """
         key = self.windows.toggled
         resets = self.windows.num_resets
@@ -348,7 +352,7 @@ class MicroBatches:
             raise ValueError(
                 f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts."
             )
-        self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
+        self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN or SAM, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
         """Zero gradients as Lightning does, which has not if it skipped the window's first batch (None)."""

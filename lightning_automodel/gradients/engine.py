@@ -35,8 +35,8 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
-        written: [2] the sum and the squared norm of what steps have written to gathered parameters since the last
-            window's end; None if nothing. The same on ranks that have written alike.
+        written: By parameter that steps have written while it was gathered, since the last window's end, [] a number
+            of what it is now: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -44,7 +44,6 @@ class Engine:
     shares_buffers = True
     reuses_gradients = False
     unit_order = 0
-    written: Tensor | None = None
     first_peer = 0
     model: nn.Module
 
@@ -52,6 +51,7 @@ class Engine:
         self.group = group
         self.backward: BackwardPass | None = None
         self.reached = Reached()
+        self.written: dict[nn.Parameter, Tensor] = {}
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 

@@ -39,8 +39,8 @@ DIFFERENT_ORDERS = (
 """What ranks must do whose samplers have drawn different orders."""
 
 DIFFERENT_WRITES = (
-    "Forwards or steps have written other values to parameters on each rank, as from its own batch (data-dependent"
-    " initialisation, codebooks of vector quantisation) or at random: shards are now parts of different weights."
+    "Forwards or steps have written other values to parameters on each rank, or on some ranks alone, as from its own"
+    " batch (data-dependent initialisation, codebooks) or at random: shards are now parts of different weights."
     " Write what all ranks have reduced (self.all_gather(values).mean(0)), or draw by a torch.Generator with the same"
     " seed on all ranks."
 )
@@ -53,7 +53,7 @@ _FACTOR = 648_053
 _NUM_COMPARED = 6
 """Three numbers of a position, and their squares."""
 _ROUNDING = 1e-5
-"""Of the norm of what ranks write alike, by kernels that may round in other ways."""
+"""How far numbers of what ranks write alike may be apart, if their kernels round in other ways."""
 _EPSILON = 1e-13
 """How far squares of sums in float64 are off, relative to them."""
 
@@ -88,19 +88,18 @@ class RankAgreement:
         self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def sum_over_ranks(
-        self, window: Window, own: Position, written: Tensor | None, parameters: list[nn.Parameter]
+        self, window: Window, own: Position, written: list[Tensor], parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
-        One all-reduce of three numbers, three of what this rank has ``written``, six of its ``own`` position, and one
-        for each parameter.
+        One all-reduce of three numbers, two of what this rank has ``written`` ([] for each parameter that it was), six
+        of its ``own`` position, and one for each parameter.
 
         Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, have drawn
         their data in different orders, or have written different values to parameters.
         """
-        if written is None:
-            written = torch.zeros_like(window.sums[:2])
-        sums = torch.cat([window.sums, written, written[:1].square()])
+        number = sum(written, start=torch.zeros_like(window.sums[0]))
+        sums = torch.cat([window.sums, torch.stack([number, number.square()])])
         batch = own.epoch * _FACTOR + own.batch
         position = [number % _MODULUS for number in (batch, own.order, own.unit_order)]
         squares = [number**2 for number in position]
@@ -163,8 +162,8 @@ class RankAgreement:
         """Raise RuntimeError unless all ranks have the same position, and have written the same.
 
         ``positions`` [6] are the sums over ``num_ranks`` of the three numbers of one, and of their squares; ``written``
-        [3] those over the group of the sum of what a rank has written, of its squared norm, and of the squared sum. One
-        rank is not compared: on MPS, which never has more, float32 would round the squares.
+        [2] those over the group of the number of what a rank has written, and of its square. One rank is not compared:
+        on MPS, which never has more, float32 would round the squares.
         """
         different_batches = (
             f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
@@ -174,8 +173,8 @@ class RankAgreement:
         for (total, squares), cause in zip(positions.view(2, -1).T.tolist(), causes, strict=True):
             if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
                 raise RuntimeError(cause)
-        total, norms, squares = written.tolist()
+        total, squares = written.tolist()
         size = self._group.size()
         variance = size * squares - total**2  # over ranks, times the square of their number
-        if variance > _ROUNDING**2 * size * norms + _EPSILON * size * squares:
+        if size > 1 and variance > (_ROUNDING * size) ** 2 + _EPSILON * size * squares:
             raise RuntimeError(DIFFERENT_WRITES)

@@ -319,10 +319,9 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        totals, unused = self.agreement.sum_over_ranks(
-            window, own, self.engine.written, backward.zero_filled
-        )
-        self.engine.written = None
+        written = list(self.engine.written.values())
+        self.engine.written.clear()
+        totals, unused = self.agreement.sum_over_ranks(window, own, written, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 
@@ -61,7 +62,9 @@ def _log_what_others_reduce(results: Any, trainer: Trainer, gather: Gather) -> N
     for key, result in results.valid_items():
         meta = result.meta
         # Ranks of a group of the user's reduce what they have logged for themselves.
-        is_of_all = meta.sync.should and not meta.sync.rank_zero_only and meta.sync.group is None
+        is_of_all = (
+            meta.sync.should and not meta.sync.rank_zero_only and meta.sync.group in (None, dist.group.WORLD)
+        )
         is_reduced = is_of_all or not result.is_tensor
         if is_reduced and meta.on_epoch and result._computed is None:
             dtype = None if meta.on_step or not result.is_tensor else result.value.dtype

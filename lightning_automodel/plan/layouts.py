@@ -171,10 +171,10 @@ class Plan:
         whole = [p for p in self._parameters if p.is_trained and p.unit is None]
         sent["tokens", "all_reduce", sum((p.numel + 1) * p.stored for p in whole)] += 1
         sent["tokens", "broadcast", self.micro.buffers] += 1
-        # For a window: its count, loss and number of micro-batches, three numbers of what steps have written, six of
+        # For a window: its count, loss and number of micro-batches, two numbers of what steps have written, six of
         # its position, and for each sharded parameter whether it was used.
         sent[
-            "tokens", "all_reduce", 8 * (12 + sum(p.is_trained for p in self._parameters) - len(whole))
+            "tokens", "all_reduce", 8 * (11 + sum(p.is_trained for p in self._parameters) - len(whole))
         ] += 1
         return Counter(
             {key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1}

@@ -222,7 +222,10 @@ def broadcast_tensors(
     if group.size() == 1 or not own:
         return
     # As bytes: no backend knows every dtype.
-    sent = [tensor.detach().reshape(-1).view(torch.uint8).to(device) for tensor in own]
+    sent = [
+        tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).to(device)
+        for tensor in own
+    ]
     process_groups.broadcast_coalesced(group, sent, _BROADCAST_BUCKET_BYTES)
     for tensor, values in zip(own, sent, strict=True):
         tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.distributed.mesh import EXPERT, RunMesh
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_access
 
 _ROUNDING = 1e-3  # of a parameter's norm
 
@@ -38,6 +39,8 @@ def _groups_with_copies(tensor: Tensor, mesh: RunMesh) -> list[dist.ProcessGroup
         groups.append(mesh.group)
     elif own.mesh_dim_names == (EXPERT,) and mesh.expert_fsdp is not None:
         groups += mesh.expert_fsdp.get_all_groups()
+        groups += mesh.groups[1:]
+    elif own == mesh.fsdp:
         groups += mesh.groups[1:]
     return groups
 
@@ -69,6 +72,31 @@ def check_replicas(
                 " different ones after dropout on batches of different sizes: use a torch.Generator with"
                 " the same seed on all ranks), from a rank's own data, or on one rank only."
             )
+
+
+def check_gradients_of_peers(module: nn.Module, mesh: RunMesh, device: torch.device) -> None:
+    """Raise RuntimeError, on all tensor-parallel peers, if their gradients of a parameter that each holds differ.
+
+    A collective over these peers, if there are any, and a read of the device.
+    """
+    peers = mesh.tensor_group
+    if peers is None:
+        return
+    with plain_access():
+        gradients = [
+            (name, torch_internals.local_tensor(parameter.grad))
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and peers in _groups_with_copies(parameter, mesh)
+        ]
+    differing = _drifted(gradients, peers, device) if gradients else []
+    if differing:
+        raise RuntimeError(
+            f"Tensor-parallel ranks have different gradients of {', '.join(differing[:3])}: {len(differing)} parameters"
+            " that each has a copy of. What computes on a part of the features, between a column-wise and a row-wise"
+            " layer, gets a part of its gradient there: give its module a style in the plan,"
+            " SequenceParallel(sequence_dim=<that of the features>, use_local_output=True), or sum its gradient over"
+            " self.device_mesh['tensor_parallel'] in on_after_backward."
+        )
 
 
 def _drifted(named: list[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> list[str]:
