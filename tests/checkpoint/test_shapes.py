@@ -7,7 +7,6 @@ at the end of an epoch.
 from __future__ import annotations
 
 import importlib
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader
 
 import lightning_automodel.checkpoint
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.loading import load_any
 from tests.checkpoint.checkpoints import (
     ACCUMULATE,
@@ -247,28 +245,6 @@ def test_weights_of_shards_of_model_parallel(pool2: RankPool, tmp_path: Path) ->
     expected = torch.load(file, weights_only=True)["state_dict"]
     for weights in pool2.run(load_only, {}, str(shards)):
         assert all(torch.equal(expected[f"model.{name}"], value) for name, value in weights.items())
-
-
-def _lightning_goes_on(path: str) -> dict[str, Tensor]:
-    module = AdamModule(CASE.seed + 2)
-    trainer = make_trainer(DDPStrategy(), accumulate_grad_batches=ACCUMULATE, max_epochs=2)
-    trainer.fit(module, batches(), ckpt_path=path)
-    return full_weights(module.model)
-
-
-def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: Path) -> None:
-    """So does this strategy, and the file's archive is sound."""
-    directory = tmp_path / "run.ckpt"
-    whole = tmp_path / "whole.ckpt"
-    pool2.run(save, MEANS["fsdp2"], str(directory))
-    assert main(["consolidate", str(directory), str(whole)]) == 0
-    assert zipfile.ZipFile(whole).testzip() is None
-    expected = pool2.run(uninterrupted, MEANS["fsdp2"])
-    for weights, reference in zip(pool2.run(_lightning_goes_on, str(whole)), expected, strict=True):
-        assert weight_error(weights, reference) <= TOLERANCE
-    for options in MEANS.values():
-        for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
-            assert weight_error(weights, reference) <= TOLERANCE
 
 
 # --- `load_from_checkpoint` -------------------------------------------------------------------------------------------

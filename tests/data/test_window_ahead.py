@@ -94,7 +94,7 @@ AHEAD = {"count_window_ahead": True}
     ("module", "options", "message"),
     [
         (ReturnsModelOutput, AHEAD, r"model.config.router_aux_loss_coef \* out.aux_loss"),
-        (HasAuxiliaryLoss, {}, "Pass count_window_ahead=True"),
+        (HasAuxiliaryLoss, {}, "at its first backward. Pass count_window_ahead=True, or per_token"),
         (ReturnsAnotherCount, AHEAD, r"has counted \d+ label tokens .* training_step has 1234"),
         (DropsLabels, AHEAD, r"has counted \d+ label tokens .* training_step has \d+: change labels in the"),
         (LengthensTheWindow, AHEAD, r"counted ahead as \d micro-batches .* ends after 3 backward"),

@@ -153,13 +153,6 @@ def replaced_forward(model: Any) -> None:
     experts.forward = experts.forward
 
 
-def five_experts(model: Any) -> None:
-    """Weights of a number of experts that two ranks do not divide."""
-    for layer in model.model.layers:
-        for name, parameter in list(layer.mlp.experts.named_parameters()):
-            setattr(layer.mlp.experts, name, nn.Parameter(parameter[:5].detach()))
-
-
 def refused(edit: Callable[[Any], None], sentence: str) -> Refused:
     options = {"label_shift": 1, "expert_parallel_size": 2}
     return Refused(lambda: Edited(edit), (sentence,), lambda: loader(CASE), options)
@@ -175,9 +168,6 @@ REFUSED = {
     ),
     "replaced forward": refused(
         replaced_forward, "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced"
-    ),
-    "five experts": refused(
-        five_experts, "does not divide the 5 experts of Qwen3MoeExperts: valid sizes are 1, 5."
     ),
 }
 

@@ -22,7 +22,6 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
-    TinyDecoder,
     full,
     full_weights,
     local,
@@ -30,17 +29,13 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, decoder, loader, make_trainer, mean_loss
 
 ACCUMULATE = 3
 WITHOUT_GAPS = replace(CASE, gap="none")
 CLIP = 0.05
 CLIP_VALUE = 0.005
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
-
-
-def decoder() -> nn.Module:
-    return TinyDecoder(CASE.seed).double()
 
 
 def fit(module: ModelModule, options: dict[str, Any], **trainer_options: Any) -> Trainer:

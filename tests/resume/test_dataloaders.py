@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.resume.dataloaders import RecordingSampler
@@ -217,49 +216,6 @@ def test_indices_drawn_one_by_one_on_other_ranks() -> None:
     recorder.skipped = 2
     random.seed(3)
     assert list(loader.sampler) == expected
-
-
-class Growing(Sampler[list[int]]):
-    """A batch sampler of a user's, whose size a callback changes."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._num_samples = 12
-
-    def __len__(self) -> int:
-        return -(-self._num_samples // self.size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self._num_samples))
-        for start in range(0, self._num_samples, self.size):
-            yield order[start : start + self.size]
-
-
-class Grow(Callback):
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        sampler = trainer.train_dataloader.batch_sampler
-        assert isinstance(sampler, Growing)
-        assert sampler._num_samples == 12
-        sampler.size = 3 * 2**trainer.current_epoch
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
-        self.sizes.append(len(batch))
-
-
-def _grow() -> list[int]:
-    grow = Grow()
-    strategy = AutomodelStrategy(per_token_loss=False)
-    loader = DataLoader(RandomDataset(32, 12), batch_sampler=Growing(3))
-    runs.make_trainer(strategy, max_epochs=2, callbacks=[grow]).fit(BoringModel(), loader)
-    return grow.sizes
-
-
-def test_a_batch_sampler_is_the_user_s_own(pool1: RankPool) -> None:
-    """Callbacks find its class and attributes, and what they set counts, as in a curriculum."""
-    assert pool1.run(_grow) == [[3, 3, 3, 3, 6, 6]]
 
 
 class WithWorkers(BoringModel):

@@ -26,20 +26,16 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.sharding.fits import ACCUMULATE, Logits, fit_module
 from tests.trainer.cases import Case
-from tests.trainer.exactness import PLAN, Batch, Outcome, TinyDecoder, micro_batches, weight_error
+from tests.trainer.exactness import PLAN, Batch, Outcome, micro_batches, weight_error
 from tests.trainer.hugging_face import _SIZES, filled
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import first_by_default, make_trainer
+from tests.trainer.runs import decoder, first_by_default, make_trainer
 
 TENSOR = 2
 TWO: dict[str, Any] = {"tensor_parallel_size": TENSOR}
 CLIP = 0.05
 CASE = Case(seed=31, telling="labels", num_batches=5, num_ranks=2, gap="micro_batches")
-
-
-def decoder() -> nn.Module:
-    return TinyDecoder(CASE.seed).double()
 
 
 class TensorParallelModule(ModelModule):

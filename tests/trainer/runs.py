@@ -69,6 +69,11 @@ def count_labels(batch: Batch) -> int:
     return int((batch["labels"] != -100).sum())
 
 
+def decoder() -> nn.Module:
+    """The model of `LabelledModule`."""
+    return TinyDecoder(CASE.seed).double()
+
+
 class LabelledModule(LightningModule):
     """Returns the bare mean loss; the strategy counts the labels."""
 

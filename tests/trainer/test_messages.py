@@ -13,22 +13,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_automodel import AutomodelStrategy
+from tests.data.test_window_ahead import DrawsItsBatches
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Batch, TinyDecoder
+from tests.trainer.exactness import Batch
 from tests.trainer.plain import ModelModule
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import CASE, loader, make_trainer, warnings_of
+from tests.trainer.runs import decoder, loader, make_trainer, warnings_of
+from tests.trainer.test_precision import ShardsItself
 
 DDP = {"data_parallel": "ddp"}
-
-
-def decoder() -> nn.Module:
-    return TinyDecoder(CASE.seed).double()
 
 
 class CountsNothing(ModelModule):
@@ -36,17 +32,6 @@ class CountsNothing(ModelModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self({"input_ids": batch["input_ids"], "labels": batch["targets"]})
-
-
-class ReturnsAuxLoss(ModelModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        loss = self(batch)
-        return {"loss": loss, "aux_loss": 0.1 * loss}
-
-
-class ShardsItself(ModelModule):
-    def configure_model(self) -> None:
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
 class BackwardOfAVector(ModelModule):
@@ -82,20 +67,6 @@ class OrdersByRank(ModelModule):
         return torch.optim.SGD(parameters[:: 1 - 2 * dist.get_rank()], lr=0.1)
 
 
-class FollowsItsOwnMetric(ModelModule):
-    """Its scheduler halves the learning rate as soon as a metric rises: on rank 1 with the second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("metric", float(batch_idx * (2 * dist.get_rank() - 1)))
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        options = {"scheduler": scheduler, "monitor": "metric", "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": options}
-
-
 class SecondOrder(ModelModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -125,13 +96,6 @@ class Switches(ModelModule):
         return loss
 
 
-class DrawsItsBatches(ModelModule):
-    """Lightning zeroes in mid-window there."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self(next(dataloader_iter)[0])
-
-
 def refused(make: Callable[[nn.Module], ModelModule], *sentences: str, **kwargs: Any) -> Refused:
     return Refused(lambda: make(decoder()), sentences, **kwargs)
 
@@ -149,9 +113,9 @@ REFUSED = {
         batches=without_labels,
         settings={"accumulate_grad_batches": 3},
     ),
-    "drawn_batches": refused(
-        DrawsItsBatches,
-        "accumulate_grad_batches=3 does not work with training_step(dataloader_iter",
+    "drawn_batches": Refused(
+        DrawsItsBatches,  # Lightning zeroes in mid-window there
+        ("accumulate_grad_batches=3 does not work with training_step(dataloader_iter",),
         settings={"accumulate_grad_batches": 3},
     ),
     "pruning": refused(
@@ -167,10 +131,6 @@ REFUSED = {
     ),
     "switched_to_automatic": refused(
         lambda model: Switches(model, False), "automatic_optimization was switched", options=DDP
-    ),
-    "aux_loss": refused(
-        *(ReturnsAuxLoss, "ValueError", "returned 'aux_loss'", "first backward"),
-        "Pass count_window_ahead=True, or per_token",
     ),
     "sharded_under_ddp": refused(
         *(ShardsItself, "ValueError", "ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"),
@@ -194,11 +154,6 @@ REFUSED = {
         OrdersByRank,
         "their parameters in another order on each rank: number 0 of SGD 0 is model.",
         " on rank 0 and model.",
-    ),
-    "learning_rate_by_rank": refused(
-        FollowsItsOwnMetric,
-        "Ranks step with different options of their optimizers: lr of ",
-        "sync_dist=True",
     ),
     "lbfgs": refused(
         *(SecondOrder, "LBFGS computes gradients again within one step", "Pass accumulate_grad_batches=1"),

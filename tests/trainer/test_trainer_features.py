@@ -24,7 +24,6 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
-    TinyDecoder,
     assert_exact,
     full_weights,
     micro_batches,
@@ -38,6 +37,7 @@ from tests.trainer.runs import (
     TOLERANCE,
     LabelledModule,
     by_default,
+    decoder,
     first_by_default,
     fit_weights,
     loader,
@@ -256,10 +256,6 @@ def test_optimizers_made_anew(pool2: RankPool) -> None:
 # --- Validation, test and prediction before, in and after training: right losses, and nothing left gathered or broken -
 
 EVALUATED = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
-
-
-def decoder() -> nn.Module:
-    return TinyDecoder(CASE.seed).double()
 
 
 class Evaluates(ModelModule):
