@@ -1,13 +1,14 @@
 """Replicas of one parameter that have drifted apart: each rank has written its own values."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import EXPERT, RunMesh
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import torch as torch_internals
@@ -62,22 +63,20 @@ def check_replicas(
         and parameter.is_floating_point()
         and type(torch_internals.local_tensor(parameter)) in (Tensor, nn.Parameter)
     ]
-    for group, named in copies(summed, mesh).items():
-        drifted = _drifted(named, group, device)
-        if drifted:
-            raise RuntimeError(
-                f"Ranks hold different values of {', '.join(drifted[:3])}: {len(drifted)} of {len(named)}"
-                " parameters that each rank has a copy of. The strategy gives all ranks the same"
-                " gradients, so other code has written them differently: with random numbers (ranks draw"
-                " different ones after dropout on batches of different sizes: use a torch.Generator with"
-                " the same seed on all ranks), from a rank's own data, or on one rank only."
-            )
+    drifted = _drifted(copies(summed, mesh), device)
+    if drifted:
+        raise RuntimeError(
+            f"Ranks hold different values of {', '.join(drifted[:3])}: {len(drifted)} of {len(summed)}"
+            " parameters. The strategy gives all ranks the same gradients, so other code has written them differently:"
+            " with random numbers (ranks draw different ones after dropout on batches of different sizes: use a"
+            " torch.Generator with the same seed on all ranks), from a rank's own data, or on one rank only."
+        )
 
 
 def check_gradients_of_peers(module: nn.Module, mesh: RunMesh, device: torch.device) -> None:
-    """Raise RuntimeError, on all tensor-parallel peers, if their gradients of a parameter that each holds differ.
+    """Raise RuntimeError, on every rank, if tensor-parallel peers differ in gradients of what each has a copy of.
 
-    A collective over these peers, if there are any, and a read of the device.
+    A collective over the world, if there are any peers, and a read of the device.
     """
     peers = mesh.tensor_group
     if peers is None:
@@ -88,26 +87,34 @@ def check_gradients_of_peers(module: nn.Module, mesh: RunMesh, device: torch.dev
             for name, parameter in module.named_parameters()
             if parameter.grad is not None and peers in _groups_with_copies(parameter, mesh)
         ]
-    differing = _drifted(gradients, peers, device) if gradients else []
+    differing = _drifted({peers: gradients}, device)
     if differing:
         raise RuntimeError(
             f"Tensor-parallel ranks have different gradients of {', '.join(differing[:3])}: {len(differing)} parameters"
             " that each has a copy of. What computes on a part of the features, between a column-wise and a row-wise"
-            " layer, gets a part of its gradient there: give its module a style in the plan,"
-            " SequenceParallel(sequence_dim=<that of the features>, use_local_output=True), or sum its gradient over"
-            " self.device_mesh['tensor_parallel'] in on_after_backward."
+            " layer, gets a part of its gradient there: give a norm a style in the plan,"
+            " SequenceParallel(sequence_dim=<that of the features>, use_local_output=True); of anything else sum the"
+            " gradient over self.device_mesh['tensor_parallel'] in on_after_backward, each time that it is final."
         )
 
 
-def _drifted(named: list[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """The names of tensors whose sums of elements differ between the ranks of ``group``. A collective over it."""
-    if group.size() == 1:
-        return []
+def _drifted(held: Mapping[dist.ProcessGroup, list[tuple[str, Tensor]]], device: torch.device) -> list[str]:
+    """The names of tensors whose sums of elements differ between the ranks of a group. A collective over the world.
+
+    Only some groups may see it: each holds a part.
+    """
     wide = wide_dtype(device)
-    values = [tensor.detach() for _, tensor in named]
-    sums = torch.stack([value.sum(dtype=wide) for value in values])
-    norms = torch.stack([torch.linalg.vector_norm(value, dtype=wide) for value in values])
-    largest = torch.stack([sums, -sums, norms]).to(device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    differs = largest[0] + largest[1] > _ROUNDING * largest[2]
-    return [name for (name, _), is_different in zip(named, differs.tolist(), strict=True) if is_different]
+    own: list[str] = []
+    for group, named in held.items():
+        if group.size() == 1 or not named:
+            continue
+        values = [tensor.detach() for _, tensor in named]
+        sums = torch.stack([value.sum(dtype=wide) for value in values])
+        norms = torch.stack([torch.linalg.vector_norm(value, dtype=wide) for value in values])
+        largest = torch.stack([sums, -sums, norms]).to(device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        differs = largest[0] + largest[1] > _ROUNDING * largest[2]
+        own += [
+            name for (name, _), is_different in zip(named, differs.tolist(), strict=True) if is_different
+        ]
+    return list(dict.fromkeys(name for of_rank in gather_objects(own) for name in of_rank))

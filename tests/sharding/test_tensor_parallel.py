@@ -18,7 +18,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
@@ -26,7 +31,15 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.sharding.fits import ACCUMULATE, Logits, fit_module
 from tests.trainer.cases import Case
-from tests.trainer.exactness import PLAN, Batch, Outcome, micro_batches, weight_error
+from tests.trainer.exactness import (
+    PLAN,
+    VOCABULARY,
+    WIDTH,
+    Batch,
+    Outcome,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.hugging_face import _SIZES, filled
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.refusals import Refused, check_refused
@@ -64,6 +77,19 @@ class ShardedWithoutPlan(ModelModule):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
 
 
+class LeavesActivationOut(ModelModule):
+    """Its plan leaves out what computes on a part of the features, between the layers of its head."""
+
+    plan: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "2": RowwiseParallel()}  # noqa: RUF012
+
+    def __init__(self, model: nn.Module) -> None:
+        model.head = nn.Sequential(nn.Linear(WIDTH, 8), nn.PReLU(), nn.Linear(8, VOCABULARY)).double()
+        super().__init__(model)
+
+    def configure_model(self) -> None:
+        parallelize_module(self.model.head, self.device_mesh["tensor_parallel"], self.plan)
+
+
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
     return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
@@ -75,6 +101,11 @@ REFUSED = {
         ShardedWithoutPlan,
         "tensor_parallel_size=2, but no parameter of ShardedWithoutPlan is distributed",
         "self.device_mesh['tensor_parallel'], plan) in configure_model, before any fully_shard",
+    ),
+    "gets a part of its gradient": refused(
+        LeavesActivationOut,
+        "different gradients of model.head.1.weight: 1 parameters",
+        "SequenceParallel(sequence_dim=<that of the features>, use_local_output=True)",
     ),
 }
 
