@@ -222,10 +222,10 @@ def broadcast_tensors(
     if group.size() == 1 or not own:
         return
     # As bytes: no backend knows every dtype.
-    sent = [
-        tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).to(device)
-        for tensor in own
-    ]
+    plain = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in own]
+    # A contiguous tensor of one element may have another stride.
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in plain]
+    sent = [tensor.view(torch.uint8).to(device) for tensor in flat]
     process_groups.broadcast_coalesced(group, sent, _BROADCAST_BUCKET_BYTES)
     for tensor, values in zip(own, sent, strict=True):
         tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -222,12 +222,13 @@ def _broadcast() -> list[complex]:
     tensors = [torch.tensor(values) for values in ([1.5], [True, False], [1 + 2j], [])]
     if dist.get_rank() > 0:
         tensors = list(map(torch.zeros_like, tensors))
+    tensors += [torch.tensor([3 + 4j]).conj(), torch.tensor([5 - 6j]).conj().imag, torch.arange(2.0)[::2]]
     broadcast_tensors(tensors, dist.group.WORLD)
     return [complex(value) for tensor in tensors for value in tensor]
 
 
 def test_tensors_of_any_dtype_are_sent(pool2: RankPool) -> None:
-    assert pool2.run(_broadcast) == [[1.5, 1.0, 0.0, 1 + 2j]] * 2
+    assert pool2.run(_broadcast) == [[1.5, 1.0, 0.0, 1 + 2j, 3 - 4j, 6.0, 0.0]] * 2
 
 
 class Complex(nn.Module):
