@@ -228,4 +228,5 @@ def broadcast_tensors(
     sent = [tensor.view(torch.uint8).to(device) for tensor in flat]
     process_groups.broadcast_coalesced(group, sent, _BROADCAST_BUCKET_BYTES)
     for tensor, values in zip(own, sent, strict=True):
-        tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+        if values.data_ptr() != tensor.data_ptr():  # else it was sent as it lies in memory
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
