@@ -22,7 +22,8 @@ _OF_SUMS = (
 )
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        f"{_GIVE}, or say what to count by label_key=, ignore_index= or count_label_tokens=. If the two numbers"
+        f"{_GIVE}, or say what to count by label_key=, ignore_index= or count_label_tokens=, and leave out"
+        " count='samples' where each row has several labels. If the two numbers"
         " differ by the number of rows: a loss that shifts the labels, as a Hugging Face causal language model's,"
         f" needs label_shift=1, any other needs label_shift=0.{_SEVERAL}"
     ),

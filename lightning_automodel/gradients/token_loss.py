@@ -185,7 +185,7 @@ class TokenWeighting:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
                 f" {'None' if output is None else _kind_and_keys(output)}: return {{'loss': loss,"
-                f" 'num_label_tokens': n}}, or the loss [] alone where AutomodelStrategy counts label"
+                f" 'num_label_tokens': n}}, or the scalar loss alone where AutomodelStrategy counts label"
                 " tokens."
             )
         count = self.count(batch, output, step)

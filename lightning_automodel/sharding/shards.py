@@ -194,8 +194,8 @@ def _refuse(call: Call) -> Any:
     if call.name == "data_ptr" and isinstance(call.args[0], nn.Parameter):
         return call.run()  # 0: nn.LSTM asks its parameters, and what is saved are aliases of these
     raise RuntimeError(
-        f"{call.args[0].parameter_name} is sharded: what {call.name} gives to whoever saves it, or passes it"
-        f" to another process, is the part of this rank alone. Save it whole: {SAVE_WHOLE}"
+        f"{call.args[0].parameter_name} is sharded: torch.save, or another process, would get this rank's part alone"
+        f" ({call.name}). Save it whole: {SAVE_WHOLE}"
     )
 
 

@@ -24,6 +24,8 @@ from lightning_automodel.internals import torch as torch_internals
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
+_REMEDY = "AutomodelStrategy weighs them so."
+_REMEDY_OF_A_LOSS = "Look for a loss that the step divides or gathers."
 _COPIES = 5
 """Copies of the parameters on a host: weights, and gradients of the run, of two replays and of a micro-batch."""
 _ROUNDING_FACTOR = 4
@@ -230,7 +232,7 @@ def _explain(step: StepResult, lockstep: LockStep, factors: Tensor | None) -> st
     if factors is not None:
         return (
             f"Micro-batches weigh {range_of(factors * right)} in the gradients, where {range_of(right)} is right,"
-            f" {share}. AutomodelStrategy weighs them so; under it, look for a loss that the step divides or gathers."
+            f" {share}. {_REMEDY if lockstep.run is None else _REMEDY_OF_A_LOSS}"
         )
     if not step.is_wrong:
         return f"Micro-batches weigh {range_of(right)} in the gradients, {share}."
