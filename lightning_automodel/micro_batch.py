@@ -201,8 +201,6 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        if engine.reached:
-            windows.check_foreign()
         is_first = self._step.is_first
         is_padding = self._step.is_padding
         if optimizer is not None and not windows.open_windows:
@@ -222,6 +220,8 @@ class MicroBatches:
                 # On whatever rank sees it: another one may count as much in each micro-batch.
                 self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
 
+        if engine.reached:  # by a backward of a hook's, too
+            windows.check_foreign()
         window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
         if is_padding:
