@@ -220,8 +220,7 @@ class MicroBatches:
                 # On whatever rank sees it: another one may count as much in each micro-batch.
                 self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
 
-        if engine.reached:  # by a backward of a hook's, too
-            windows.check_foreign()
+        windows.check_foreign()  # a hook may have run a backward, too
         window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
         if is_padding:

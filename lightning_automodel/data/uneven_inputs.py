@@ -356,15 +356,15 @@ class UnevenInputs:
         """
         return self._handle.first_rank_with()
 
-    def compare_ranks(self, first_peer: int, collectives: int) -> None:
+    def compare_ranks(self, first_peer: int, unit_order: int) -> None:
         """Raise RuntimeError, on every rank, unless all have come through equally many evaluated steps. A collective.
 
         And unless they have drawn one order, have reduced values under the same names, and ranks with one
-        ``first_peer`` have the same ``collectives``; see :class:`.Engine`.
+        ``first_peer`` have the same ``unit_order``; see :class:`.Engine`.
         """
         self._has_evaluated = False
         loaders = self._trained_loaders if self.is_training else self._evaluated_loaders
-        own = self._num_evaluated, self._reduced, drawn_order(loaders), (first_peer, collectives)
+        own = self._num_evaluated, self._reduced, drawn_order(loaders), (first_peer, unit_order)
         told = gather_objects(own, self._group)
         found = [number for number, *_ in told]
         if len(set(found)) > 1:

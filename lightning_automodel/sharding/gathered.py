@@ -58,9 +58,7 @@ class Phase(Enum):
 
     HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
     BEFORE_BACKWARD = auto()  # as HOOKS, and the backward needs the weights of the step's forward
-    STEP = (
-        auto()
-    )  # of training with its backward, or of evaluation: gathered parameters stay for it, or for the window
+    STEP = auto()  # of training or evaluation: gathered parameters stay for it, or for the window
     REPLAY = auto()  # as STEP, with a backward that is not the strategy's
 
 

@@ -1,4 +1,4 @@
-"""Replicas of one parameter that have drifted apart: each rank has written its own values."""
+"""Replicas of one parameter that differ: each rank has written its own values, or has a part of the gradient."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
