@@ -18,6 +18,7 @@ from lightning_automodel.gradients.engine import Engine, when_backward_ends
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.rank_agreement import Position
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
+from lightning_automodel.gradients.window_records import Window
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.dtensor import plain_access
@@ -192,7 +193,6 @@ class MicroBatches:
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
-        windows = self.windows
         engine = self.engine
         if engine.backward is not None:
             raise RuntimeError(NESTED_BACKWARD)
@@ -201,37 +201,13 @@ class MicroBatches:
                 f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
                 " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
             )
-        is_first = self._step.is_first
-        is_padding = self._step.is_padding
+        windows = self.windows
         if optimizer is not None and not windows.open_windows:
             self._zero_if_skipped(optimizer)
-
-        # S, n: the loss becomes the sum of its token losses.
-        count, divided_by, aux_loss = self._take_count(kwargs)
-        token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
-        sums = sums_of(token_losses, count)
-        plugin_loss = self.plugin.pre_backward(loss, self.module)
-        # The plugin's loss is backpropagated; the user's is reported.
-        if plugin_loss is not loss and windows.scaling.scaler is None:
-            token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
-        if self._looks.left or is_first:
-            self.advice.about_half_precision(loss)
-            if aux_loss is None:
-                # On whatever rank sees it: another one may count as much in each micro-batch.
-                self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
-
-        windows.check_foreign()  # a hook may have run a backward, too
-        window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
-        objective = windows.weigh(window, token_losses, aux_loss)
-        if is_padding:
-            objective = objective * 0
+        window, objective = self._weigh(loss, kwargs)
         try:
-            if not is_padding:
-                window.sums += sums.to(window.sums.device)
-                window.num_micro_batches += 1
-            # Gradients of open windows alone stand in `.grad` during the backward: what stood there is set aside.
             with plain_access():
-                backward = windows.set_aside(window, engine.ends_window, is_padding)
+                backward = windows.set_aside(window, engine.ends_window, self._step.is_padding)
             engine.begin(backward, loss)
             if objective.requires_grad:
                 when_backward_ends(objective, self._end_backward)
@@ -246,8 +222,9 @@ class MicroBatches:
         except BaseException as error:
             windows.abandon(error)
             raise
+        is_first_window_over = self._step.is_first and backward.ends
         report = windows.last_step
-        if is_first and backward.ends and report is not None:
+        if is_first_window_over and report is not None:
             self.advice.say_once(self._looks.advice_after(report), warnings.warn)
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
@@ -256,9 +233,34 @@ class MicroBatches:
         finally:
             if not self.module.automatic_optimization:
                 engine.resume_step()
-        if is_first and backward.ends:
+        if is_first_window_over:
             check_gradients_of_peers(self.module, windows.mesh, windows.device)
         return loss
+
+    def _weigh(self, loss: Tensor, kwargs: dict[str, Any]) -> tuple[Window, Tensor]:
+        """Add a loss to its window. Returns that, and [] what to backpropagate for the loss."""
+        windows = self.windows
+        # S, n: the loss becomes the sum of its token losses.
+        count, divided_by, aux_loss = self._take_count(kwargs)
+        token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
+        sums = sums_of(token_losses, count)
+        plugin_loss = self.plugin.pre_backward(loss, self.module)
+        # The plugin's loss is backpropagated; the user's is reported.
+        if plugin_loss is not loss and windows.scaling.scaler is None:
+            token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
+        if self._looks.left or self._step.is_first:
+            self.advice.about_half_precision(loss)
+            if aux_loss is None:
+                # On whatever rank sees it: another one may count as much in each micro-batch.
+                self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
+        windows.check_foreign()  # a hook may have run a backward, too
+        window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
+        objective = windows.weigh(window, token_losses, aux_loss)
+        if self._step.is_padding:
+            return window, objective * 0
+        window.sums += sums.to(window.sums.device)
+        window.num_micro_batches += 1
+        return window, objective
 
     def _end_backward(self) -> None:
         """End the backward: ``.grad`` is then final if the window ends with it, else what it was before the backward.

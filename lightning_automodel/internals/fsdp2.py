@@ -211,14 +211,15 @@ def watch_unit(
     unit: FSDPModule,
     note: Callable[..., None],
     keep_gathered: Callable[[FSDPParamGroup], None],
-    is_reached_again: Callable[[FSDPParamGroup], bool],
+    forwards_left: Counter[FSDPParamGroup],
     patches: PatchStack,
 ) -> None:
     """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
 
     Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send. ``keep_gathered`` is
-    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered. ``is_reached_again`` is asked
-    where autograd has left a forward of the unit: FSDP2 would reduce at each one, and now does at the last.
+    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered. ``forwards_left`` has the
+    number of forwards that the backward is still to leave, of groups that a step has called repeatedly: FSDP2 would
+    reduce at each one, and ranks may have called a unit more or less often. It reduces at the last one.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -228,8 +229,10 @@ def watch_unit(
 
     def reduce(group: FSDPParamGroup, post_backward: Callable[..., None], *args: Any) -> None:
         reduce_grads = group.reduce_grads
-        if is_reached_again(group):
-            group.reduce_grads = False
+        if group in forwards_left:
+            forwards_left[group] -= 1
+            if forwards_left[group] > 0:
+                group.reduce_grads = False
         sent = []
         for number, param in enumerate(group.fsdp_params if group.reduce_grads else ()):
             gets_zeros = group.reduce_scatter_unused_params and param.unsharded_param.requires_grad

@@ -134,13 +134,15 @@ class FSDP2Engine(PhasedEngine):
         self._host_group = placement.host_group
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
+        # By group, how many of its forwards the backward will leave, if the step has called any repeatedly.
+        self._forwards_left: Counter[Any] = Counter()
         self.units: list[GatheredUnit] = []
         for index, shown in enumerate(fsdp2.fsdp_units(module)):
             unit = GatheredUnit(shown, self)
             self.units.append(unit)
             self._patches.callback(unit.close)
             note = partial(self._note, index)
-            fsdp2.watch_unit(shown, note, self.keep_gathered, self._is_reached_again, self._patches)
+            fsdp2.watch_unit(shown, note, self.keep_gathered, self._forwards_left, self._patches)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
         roots: list[Any] = fsdp_roots(module)
@@ -166,7 +168,6 @@ class FSDP2Engine(PhasedEngine):
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
-        self._forwards_left: Counter[Any] = Counter()  # by group, if the step has called any repeatedly
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._prefetch = partial(set_prefetch, module, report["prefetch"], placement.device.type == "cpu")
         self._prefetches = report["prefetch"] == 0
@@ -229,14 +230,6 @@ class FSDP2Engine(PhasedEngine):
         self.calls.clear()
         self.resume_step()
         self._versions_at_start = versions(self._shards)
-
-    def _is_reached_again(self, group: Any) -> bool:
-        """Whether the backward of the strategy comes to another forward of a group, after one that it leaves.
-
-        Ranks may have called a unit more or less often, and reduce its gradients at the last forward.
-        """
-        self._forwards_left[group] -= 1
-        return self._forwards_left[group] > 0
 
     @override
     def resume_step(self) -> None:
@@ -343,7 +336,7 @@ class FSDP2Engine(PhasedEngine):
         )
         self.enter(Phase.STEP)
         if max(self.calls.values(), default=0) > 1:
-            self._forwards_left = fsdp2.forwards_reached(loss)
+            self._forwards_left.update(fsdp2.forwards_reached(loss))
         self._reduce_as(reductions)
         if reductions.reduce_grads:
             for group in self._groups:
