@@ -7,6 +7,8 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
+from lightning_automodel.gradients.rank_agreement import fingerprint
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals.torch import Reached, queue_callback
 
@@ -35,8 +37,8 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
-        written: By parameter that steps have written while it was gathered, since the last window's end, [] a number
-            of what it is now: the same on ranks that have written alike.
+        written: Of each write of whole values to a sharded parameter, since the last window's end, [] a number of
+            the values: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -51,7 +53,7 @@ class Engine:
         self.group = group
         self.backward: BackwardPass | None = None
         self.reached = Reached()
-        self.written: dict[nn.Parameter, Tensor] = {}
+        self.written: list[Tensor] = []
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
@@ -63,6 +65,11 @@ class Engine:
 
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
+
+    def note_written(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Note what this rank has written to a parameter: each keeps its part, so that all must have written alike."""
+        if self.group is not None and num_expert_ranks(parameter) == 1:
+            self.written.append(fingerprint(values))
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:

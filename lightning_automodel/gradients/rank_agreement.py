@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.gradients.window_records import Window
 
 DIFFERENT_UNITS = (
@@ -39,13 +40,16 @@ DIFFERENT_ORDERS = (
 """What ranks must do whose samplers have drawn different orders."""
 
 DIFFERENT_WRITES = (
-    "Forwards or steps have written other values to parameters on each rank, or on some ranks alone, as from its own"
-    " batch (data-dependent initialisation, codebooks) or at random: shards are now parts of different weights."
+    "Forwards, steps or hooks have written other values to parameters on each rank, or on some ranks alone, as from its"
+    " own batch (data-dependent initialisation, codebooks) or at random: shards are now parts of different weights."
     " Write what all ranks have reduced (self.all_gather(values).mean(0)), or draw by a torch.Generator with the same"
     " seed on all ranks."
 )
 """What ranks must do that have written other values to gathered parameters."""
 
+_SAMPLED = 4096
+"""Entries of what is written to a parameter by which ranks compare it."""
+_TINY = 1e-30
 _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
@@ -56,6 +60,15 @@ _ROUNDING = 1e-5
 """How far numbers of what ranks write alike may be apart, if their kernels round in other ways."""
 _EPSILON = 1e-13
 """How far squares of sums in float64 are off, relative to them."""
+
+
+@torch.no_grad()
+def fingerprint(values: Tensor) -> Tensor:
+    """[] a number of some entries of a tensor, by their values and places, which rounding hardly moves."""
+    entries = values.flatten()[:: max(1, values.numel() // _SAMPLED)].to(wide_dtype(values.device))
+    places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
+    norm = entries.norm().clamp(min=_TINY)
+    return entries.dot(places.cos()) / norm + norm.log()
 
 
 class Position(NamedTuple):

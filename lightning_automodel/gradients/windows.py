@@ -319,9 +319,9 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        written = list(self.engine.written.values())
-        self.engine.written.clear()
+        written = self.engine.written
         totals, unused = self.agreement.sum_over_ranks(window, own, written, backward.zero_filled)
+        written.clear()
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

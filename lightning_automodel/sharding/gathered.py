@@ -15,12 +15,10 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.engine import Engine
-from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, use_and_writes
@@ -46,11 +44,6 @@ WRITTEN_BEFORE_BACKWARD = (
     f" {IN_HOOKS}, or pass data_parallel='ddp'."
 )
 """Why a trained shard must not be written before a backward that reaches it."""
-
-
-_SAMPLED = 4096
-"""Entries of a written copy by which ranks compare what they have written."""
-_TINY = 1e-30
 
 
 class Phase(Enum):
@@ -105,6 +98,8 @@ class GatheredUnit(fsdp2.Unit):
             fsdp2.make_unsharded(group)
         self._shards = [param.sharded_param for param in self.params]
         self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
+        for shard in self._shards:
+            shard.engine = engine
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -179,8 +174,7 @@ class GatheredUnit(fsdp2.Unit):
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
                 _write_back(param, not any(shard is one for one in written))
-                if self.engine.group is not None and num_expert_ranks(shard) == 1:
-                    self.engine.written[shard] = _fingerprint(local_tensor(param.unsharded_param))
+                self.engine.note_written(shard, local_tensor(param.unsharded_param))
                 self._gathered_versions[number] += 1
                 if self._forward_versions:
                     self._forward_versions[number] += 1
@@ -215,19 +209,9 @@ class GatheredUnit(fsdp2.Unit):
         self.hook.remove()
         for gathered in self._copies:
             make_plain(gathered)
+        for shard in self._shards:
+            shard.engine = None
         self._copies.clear()
-
-
-@torch.no_grad()
-def _fingerprint(whole: Tensor) -> Tensor:
-    """[] a number of some entries of a written copy, by their values and places, which rounding hardly moves.
-
-    Each rank carries its own slice into its shard, so that all must have written alike.
-    """
-    entries = whole.flatten()[:: max(1, whole.numel() // _SAMPLED)].to(wide_dtype(whole.device))
-    places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
-    norm = entries.norm().clamp(min=_TINY)
-    return entries.dot(places.cos()) / norm + norm.log()
 
 
 @torch.no_grad()

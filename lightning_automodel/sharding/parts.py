@@ -22,6 +22,7 @@ from lightning_automodel.sharding.whole_copies import (
     count_writes,
     gather,
     is_recorded,
+    note_write,
     own_part,
 )
 
@@ -49,6 +50,9 @@ def elementwise(call: Call) -> Any:
         own = own.clone()
     result = call.run_with(lambda value: own if value is like else part_like(value, like, is_followed))
     if result is own:  # written in place, or nothing to do, as for contiguous()
+        for value in tensors if targets else ():
+            if not isinstance(value, DTensor | View) and value.ndim > 0:
+                note_write(like, value)
         if targets and is_followed:
             return Tensor.copy_(like, _as_shard(own, like))
         if targets:

@@ -34,7 +34,15 @@ from lightning_automodel.internals.dtensor import (
 from lightning_automodel.internals.torch import local_tensor, without_wrappers
 from lightning_automodel.sharding import gathered_tensor, parts
 from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_like
-from lightning_automodel.sharding.whole_copies import AUGMENTED, Call, count_writes, gather, on_wholes
+from lightning_automodel.sharding.whole_copies import (
+    AUGMENTED,
+    Call,
+    View,
+    count_writes,
+    gather,
+    note_write,
+    on_wholes,
+)
 
 SAVE_WHOLE = (
     "gather it on all ranks, and let one of them write it: state = {name: w.full_tensor() if hasattr(w, 'full_tensor')"
@@ -54,12 +62,14 @@ class Shard(DTensor):
     Attributes:
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
+        engine: Of a parameter that is trained, compares what ranks write to it; else None.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
         whole_norm: Of a gradient that this rank has set as a whole tensor, [] the norm of that; else None.
     """
 
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
+    engine: Any = None
     accepts_hooks: bool = False
     whole_norm: Tensor | None = None
 
@@ -116,6 +126,8 @@ class Shard(DTensor):
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
                 local_tensor(self).copy_(part)
             count_writes([self])
+            if not isinstance(values, DTensor | View):
+                note_write(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         copied: Any = self.detach().clone()
@@ -168,6 +180,7 @@ def _alias(call: Call) -> Any:
     """What returns the same memory, and shares its version counter."""
     alias = make_shard(call.run())
     alias.parameter_name = call.args[0].parameter_name
+    alias.engine = call.args[0].engine
     return alias
 
 

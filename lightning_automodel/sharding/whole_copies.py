@@ -144,6 +144,7 @@ def write_part(into: Tensor, whole: Tensor) -> None:
     """Write this rank's part of a plain tensor, which every rank has, into a sharded one. Not a collective."""
     local_tensor(into).copy_(own_part(whole, into))
     count_writes([into])
+    note_write(into, whole)
 
 
 def versions(shards: list[Any]) -> list[int]:
@@ -159,6 +160,13 @@ def versions(shards: list[Any]) -> list[int]:
 def count_writes(shards: list[Any]) -> None:
     """Raise the version counters of shards whose parts were written."""
     torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
+
+
+def note_write(shard: Any, values: Tensor) -> None:
+    """Let ranks compare the plain tensors that each has written to a parameter, of which it keeps its part."""
+    engine = getattr(shard, "engine", None)
+    if engine is not None:
+        engine.note_written(shard, values)
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------

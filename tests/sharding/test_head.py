@@ -6,6 +6,7 @@ stays in the root's group; here every head is large enough.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -187,7 +188,7 @@ class Events(Callback):
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
                 note = partial(self._note_collective, label)
-                fsdp2.watch_unit(unit, note, lambda group: None, lambda group: False, self._patches)
+                fsdp2.watch_unit(unit, note, lambda group: None, Counter(), self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 

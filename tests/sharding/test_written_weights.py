@@ -129,12 +129,28 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
 class Initialises(Writer):
     """Takes a bias from the rows of each rank, as data-dependent initialisation does."""
 
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def __init__(self, place: str, how: str) -> None:
+        super().__init__(place)
+        self.how = how
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.rows = batch
+
+    def write(self) -> None:
         with torch.no_grad():
-            self.student.blocks[0].linear.bias.copy_(batch.mean(0))
-        return self.distance(batch)
+            OWN_VALUES[self.how](self.student.blocks[0].linear.bias, self.rows.mean(0))
 
 
+OWN_VALUES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "copied": lambda bias, own: bias.copy_(own),
+    "assigned": lambda bias, own: setattr(bias, "data", own),
+    "averaged": lambda bias, own: bias.data.lerp_(own, 0.1),
+    "partly": lambda bias, own: bias[1:].copy_(own[1:]),
+}
+INITIALISED = {
+    "initialised": (Initialises, ("start", "copied")),
+    **{f"initialised-{how}": (Initialises, ("batch_end", how)) for how in OWN_VALUES},
+}
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
 # By a step, to what stays gathered for the backward or not; and by hooks, to shards.
 WRITTEN_IN_STEP = ["teacher-swap-middle", "teacher-swap-end", "clamped-end", "wgan-forward"]
@@ -175,9 +191,9 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         UNCOUNTED,
     ),
     # Each rank would keep its part of other values.
-    "Forwards or steps have written other values to parameters on each rank": (
+    "Forwards, steps or hooks have written other values to parameters on each rank": (
         *("64-true", ["kept", "offloaded"]),
-        ["initialised"],
+        INITIALISED,
     ),
     # What is written to a copy in bfloat16 would be rounded.
     "where FSDP2 has gathered it in torch.bfloat16, which rounds what is written": (
@@ -187,7 +203,7 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
     # The recipe: shards are written in their own dtype. A step that only reads `.data` is not refused either.
     "nothing was refused": ("bf16-mixed", ["kept"], ["clamped-batch_start", "reads"]),
 }
-MAKERS = {**CASES, **UNCOUNTED, "held": (WritesHeld, ()), "initialised": (Initialises, ())}
+MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, "held": (WritesHeld, ())}
 
 
 def _refused(every: bool) -> dict[tuple[str, str, str], str]:
