@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -137,7 +138,9 @@ class FSDP2Engine(PhasedEngine):
         # By group, how many of its forwards the backward will leave, if the step has called any repeatedly.
         self._forwards_left: Counter[Any] = Counter()
         self.units: list[GatheredUnit] = []
-        for index, shown in enumerate(fsdp2.fsdp_units(module)):
+        roots: list[Any] = fsdp_roots(module)
+        units_of = {root: fsdp2.fsdp_units(root) for root in roots}
+        for index, shown in enumerate(dict.fromkeys(chain.from_iterable(units_of.values()))):
             unit = GatheredUnit(shown, self)
             self.units.append(unit)
             self._patches.callback(unit.close)
@@ -145,8 +148,7 @@ class FSDP2Engine(PhasedEngine):
             fsdp2.watch_unit(shown, note, self.keep_gathered, self._forwards_left, self._patches)
         # Units whose parameters stay gathered for the whole step.
         self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
-        roots: list[Any] = fsdp_roots(module)
-        self._roots = {root: fsdp2.groups_of(fsdp2.fsdp_units(root)) for root in roots}
+        self._roots = {root: fsdp2.groups_of(units) for root, units in units_of.items()}
         self._groups = [group for unit in self.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
         of_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import metrics as metrics_internals
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 
 HALF = (torch.float16, torch.bfloat16)
@@ -198,9 +199,10 @@ class Dtypes:
     def of(cls, parameters: Collection[nn.Parameter]) -> "Dtypes":
         """Those of a distributed model with these ``parameters``."""
         params = [parameter.fsdp_param for parameter in parameters if hasattr(parameter, "fsdp_param")]
-        held = {parameter.dtype for parameter in parameters}
-        reduced = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
-        trained = [param for param in params if param.sharded_param.requires_grad]
+        with plain_access():
+            held = {parameter.dtype for parameter in parameters}
+            reduced = {p.dtype for p in parameters if p.requires_grad and not isinstance(p, DTensor)}
+            trained = [param for param in params if param.sharded_param.requires_grad]
         reduced.update(map(fsdp2.unsharded_gradient_dtype, trained))
         return cls(held, {param.mp_policy.param_dtype for param in params} - {None}, reduced)
 
