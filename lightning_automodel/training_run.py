@@ -311,7 +311,7 @@ class TrainingRun:
         checks.check_optimizers(optimizers)
         checks.check_order(self.parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
-            self.steps.whole.take(optimizer)
+            self.steps.whole.of(optimizer)  # which raises for options that are not possible
         self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
         checks.check_hooks(self.parameters.named)
 
@@ -464,7 +464,7 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
-            "optimizer_step": self.steps.whole.describe(),
+            "optimizer_step": self.steps.whole.describe(self.module.trainer.optimizers),
             **self._sharding,
         }
 

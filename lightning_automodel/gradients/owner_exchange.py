@@ -66,21 +66,15 @@ def exchange(sent: list[list[Tensor]], received: list[list[Tensor]], device: tor
     """Copy tensors of each rank into those of others: ``sent`` and ``received`` are by rank of the world.
 
     A collective over the world, on its device ``device``, where tensors that are offloaded are copied: one
-    ``all_to_all`` for each dtype. What a rank sends to another has the order, the shapes and the dtypes of
-    what that one receives from it, and all ranks have tensors, be they empty, of the same dtypes. If a rank
-    fails, the others raise as in any collective.
+    ``all_to_all`` of bytes. What a rank sends to another has the order, the shapes and the dtypes of
+    what that one receives from it. If a rank fails, the others raise as in any collective.
     """
-    for dtype in sorted({tensor.dtype for tensor in chain(*sent, *received)}, key=str):
-        parts = [[part for part in of_rank if part.dtype == dtype] for of_rank in sent]
-        places = [[place for place in of_rank if place.dtype == dtype] for of_rank in received]
-        outgoing = torch.empty(0, dtype=dtype, device=device)
-        if any(parts):
-            outgoing = torch.cat([part.reshape(-1) for part in chain(*parts)]).to(device)
-        num_sent = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        num_received = [sum(place.numel() for place in of_rank) for of_rank in places]
-        incoming = torch.empty(sum(num_received), dtype=dtype, device=device)
-        dist.all_to_all_single(incoming, outgoing, num_received, num_sent)
-        copied = list(chain(*places))
-        values = incoming.split([place.numel() for place in copied])
-        for place, value in zip(copied, values, strict=True):
-            place.copy_(value.view(place.shape))
+    outgoing = [part.to(device).reshape(-1).view(torch.uint8) for part in chain(*sent)]
+    num_sent = [sum(part.nbytes for part in of_rank) for of_rank in sent]
+    num_received = [sum(place.nbytes for place in of_rank) for of_rank in received]
+    incoming = torch.empty(sum(num_received), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(incoming, torch.cat([incoming[:0], *outgoing]), num_received, num_sent)
+    places = list(chain(*received))
+    values = incoming.split([place.nbytes for place in places])
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value.clone().view(place.dtype).view(place.shape))  # cloned, since a dtype has its alignment

@@ -11,7 +11,7 @@ During its arithmetic those that are stepped whole are replaced by stand-ins, ea
 For an optimizer that steps each parameter by itself, the step is that of one process.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -154,22 +154,22 @@ class WholeSteps:
     def __init__(self, device: torch.device, option: str) -> None:
         self._device = device
         self._option = option
-        self._chosen: dict[Optimizer, list[bool]] = {}  # by group, whether it is stepped whole
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
-        # What they step whole, and what gives them their own parameters back.
+        # What they step whole, and what gives them their own parameters back and frees the others.
         self._stepping: dict[Optimizer, tuple[list[WholeParameter], ExitStack]] = {}
 
-    def take(self, optimizer: Optimizer) -> None:
-        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet. Not a collective.
+    def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
+        """The parameters of an optimizer that are stepped whole, and whether this rank owns them. Not a collective.
 
-        Raises ValueError for a group with an unknown value of the option.
+        Chooses owners where there are none yet. Raises ValueError as :func:`is_stepped_whole` does.
         """
-        chosen = self._chosen.setdefault(optimizer, [])
-        for group in optimizer.param_groups[len(chosen) :]:
-            chosen.append(is_stepped_whole(optimizer, group, self._option))
-        new = [
-            parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            if is_stepped_whole(optimizer, group, self._option)
+            for parameter in filter(is_split, group["params"])
         ]
+        new = [parameter for parameter in parameters if parameter not in self._parameters]
         find_holders = cache(holders_of)  # once for each layout
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             sharded: Any = parameter
@@ -177,29 +177,18 @@ class WholeSteps:
             ranks = sorted(holders.coordinates)
             owner = ranks[len(self._parameters) % len(ranks)]
             self._parameters[parameter] = WholeParameter(parameter, holders, owner)
+        return {parameter: self._parameters[parameter].stand_in is not None for parameter in parameters}
 
-    def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        chosen = self._chosen.get(optimizer, ())
-        for group, is_whole in zip(optimizer.param_groups, chosen, strict=False):
-            if is_whole:
-                yield from filter(is_split, group["params"])
-
-    def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
-        """The parameters of an optimizer that are stepped whole, and whether this rank owns them."""
-        return {
-            parameter: self._parameters[parameter].stand_in is not None
-            for parameter in self._stepped_whole(optimizer)
-        }
-
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
         """For each optimizer: whether its groups of parameters are stepped as shards or whole."""
-        return [
-            {
-                "optimizer": type(optimizer).__name__,
-                "groups": ["whole" if is_whole else "shards" for is_whole in chosen],
-            }
-            for optimizer, chosen in self._chosen.items()
-        ]
+        described = []
+        for optimizer in optimizers:
+            groups = [
+                "whole" if is_stepped_whole(optimizer, group, self._option) else "shards"
+                for group in optimizer.param_groups
+            ]
+            described.append({"optimizer": type(optimizer).__name__, "groups": groups})
+        return described
 
     # --- One step -----------------------------------------------------------------------------------------------------
 
@@ -209,8 +198,7 @@ class WholeSteps:
 
         A collective over the world. Gradients must be final, and on all ranks for the same parameters.
         """
-        self.take(optimizer)
-        wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
+        wholes = {parameter: self._parameters[parameter] for parameter in self.of(optimizer)}
         if not wholes:
             return
         optimizers = nested_optimizers(optimizer)
@@ -234,23 +222,25 @@ class WholeSteps:
         # One after the other, since what travels has memory twice.
         self._exchange(gradients, to_owners=True)
         self._exchange(_weights(stepped), to_owners=True)
-        self._stepping[optimizer] = (stepped, _swap(optimizers, shown))
+        undo = _swap(optimizers, shown)
+        undo.callback(_free, stepped)
+        self._stepping[optimizer] = (stepped, undo)
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
         """Bring the stepped weights back, and give ``optimizer`` its sharded parameters. The same collective."""
-        stepped = self._take_back(optimizer)
-        for whole in stepped:
-            if torch_internals.version(whole.parameter) != whole.version_before:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} has written sharded parameters, which it did not take from its groups"
-                    " within the step, and owners would overwrite that: pass optimizer_step='shards'."
-                )
-            if whole.stand_in is not None:
-                whole.stand_in.grad = None  # its memory is needed while weights travel
-        self._exchange(_weights(stepped), to_owners=False)
-        torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
-        _free(stepped)
+        stepped, undo = self._stepping.pop(optimizer, ([], ExitStack()))
+        with undo:
+            for whole in stepped:
+                if torch_internals.version(whole.parameter) != whole.version_before:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} has written sharded parameters, which it did not take from its"
+                        " groups within the step, and owners would overwrite that: pass optimizer_step='shards'."
+                    )
+                if whole.stand_in is not None:
+                    whole.stand_in.grad = None  # its memory is needed while weights travel
+            self._exchange(_weights(stepped), to_owners=False)
+            torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
 
     def _exchange(self, tensors: list[Travelling], to_owners: bool) -> None:
         """Copy this rank's parts to the whole tensors that owners have, or back. A collective over the world."""
@@ -269,14 +259,9 @@ class WholeSteps:
 
     def abandon(self) -> None:
         """Give all optimizers their sharded parameters, after an exception in a step. Not a collective."""
-        for optimizer in list(self._stepping):
-            _free(self._take_back(optimizer))
-
-    def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
-        """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""
-        stepped, swapped = self._stepping.pop(optimizer, ([], ExitStack()))
-        swapped.close()
-        return stepped
+        for _, undo in self._stepping.values():
+            undo.close()
+        self._stepping.clear()
 
 
 def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
