@@ -136,35 +136,29 @@ class GradientWindows:
         dropped = set(parameters)
         self.check_foreign()
         self.unsynchronised -= dropped
-        if self.engine.backward is not None:
-            self._drop_within(self.engine.backward, dropped)
+        windows = self.open_windows.values()
+        backward = self.engine.backward
+        if backward is not None:
+            # It may have no gradients yet, or those of a window that was counted ahead, which are final.
+            used_before = any(not window.used.isdisjoint(dropped) for window in windows)
+            if backward.window.ahead is None and (used_before or self.engine.reached):
+                raise RuntimeError(ZEROED_IN_BACKWARD)
+            elsewhere = backward.older_gradients
+        elif all(window.owned.isdisjoint(dropped) for window in windows):
             return
-        if all(window.owned.isdisjoint(dropped) for window in self.open_windows.values()):
-            return
-        for window in self.open_windows.values():
-            window.used -= dropped
-        # If all of a window's parameters are dropped, so is the window, with its count.
-        self.open_windows = {
-            key: window for key, window in self.open_windows.items() if not window.owned <= dropped
-        }
-        if not self.open_windows:
-            self._forget()
-            return
-        self._kept = self._without(dropped, self._kept)
+        else:
+            for window in windows:
+                window.used -= dropped
+            # If all of a window's parameters are dropped, so is the window, with its count.
+            self.open_windows = {window.key: window for window in windows if not window.owned <= dropped}
+            if not self.open_windows:
+                self._forget()
+                return
+            elsewhere = self._kept
+        for index, parameter in enumerate(self.parameters):
+            if parameter in dropped:
+                elsewhere[index] = None
         self.engine.discard(dropped)
-
-    def _drop_within(self, backward: BackwardPass, dropped: set[nn.Parameter]) -> None:
-        """Drop what stood in ``.grad`` before a backward that has no gradients yet, or whose gradients are final."""
-        used_before = any(not window.used.isdisjoint(dropped) for window in self.open_windows.values())
-        if backward.window.ahead is None and (used_before or self.engine.reached):
-            raise RuntimeError(ZEROED_IN_BACKWARD)
-        backward.older_gradients = self._without(dropped, backward.older_gradients)
-        self.engine.discard(dropped)
-
-    def _without(self, dropped: set[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """``gradients`` of all parameters, but none of these."""
-        pairs = zip(self.parameters, gradients, strict=True)
-        return [None if parameter in dropped else gradient for parameter, gradient in pairs]
 
     def check_foreign(self) -> None:
         """Raise RuntimeError if a backward that is not the strategy's has reached parameters while a window is open."""
