@@ -77,4 +77,5 @@ def exchange(sent: list[list[Tensor]], received: list[list[Tensor]], device: tor
     places = list(chain(*received))
     values = incoming.split([place.nbytes for place in places])
     for place, value in zip(places, values, strict=True):
-        place.copy_(value.clone().view(place.dtype).view(place.shape))  # cloned, since a dtype has its alignment
+        aligned = value.clone()  # as a view of another dtype must be
+        place.copy_(aligned.view(place.dtype).view(place.shape))

@@ -54,8 +54,6 @@ _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
 """Makes one number of epoch and batch: few epochs and tens of thousands of batches give different ones."""
-_NUM_COMPARED = 6
-"""Three numbers of a position, and their squares."""
 _ROUNDING = 1e-5
 """How far numbers of what ranks write alike may be apart, if their kernels round in other ways."""
 _EPSILON = 1e-13
@@ -92,11 +90,11 @@ class RankAgreement:
 
     def __init__(self, placement: Placement) -> None:
         self._group = placement.mesh.group
-        self._divisor = placement.mesh.sizes.divisor
+        self._size = placement.mesh.sizes.divisor  # of the group
         self._num_slices = placement.mesh.sizes.context  # of each sequence
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
-        self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
+        self._sums_uses_on_host = placement.device.type != "cpu" and self._size > 1
         # Of windows that were not compared yet: when the sums are there, and what compares them.
         self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
@@ -105,56 +103,53 @@ class RankAgreement:
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
-        One all-reduce of three numbers, two of what this rank has ``written`` ([] for each parameter that it was), six
-        of its ``own`` position, and one for each parameter.
+        One all-reduce of three numbers, of its ``own`` position and of what this rank has ``written`` ([] for each
+        parameter that it was), of the squares of these, and of one number for each parameter.
 
         Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, have drawn
         their data in different orders, or have written different values to parameters.
         """
-        number = sum(written, start=torch.zeros_like(window.sums[0]))
-        sums = torch.cat([window.sums, torch.stack([number, number.square()])])
         batch = own.epoch * _FACTOR + own.batch
         position = [number % _MODULUS for number in (batch, own.order, own.unit_order)]
-        squares = [number**2 for number in position]
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         numbers = torch.tensor(
-            [*position, *squares, *uses],
-            dtype=window.sums.dtype,
-            pin_memory=self._device.type != "cpu",
+            [*position, *uses], dtype=window.sums.dtype, pin_memory=self._device.type != "cpu"
         )
-        totals, others, num_ranks = self._all_reduce(sums, numbers)
+        own_position, own_uses = numbers.split([len(position), len(uses)])
+        number = sum(written, start=torch.zeros_like(window.sums[:1]))
+        compared = torch.cat([own_position.to(self._device, non_blocking=True), number])
+        totals, num_uses = self._all_reduce(torch.cat([window.sums, compared, compared.square()]), own_uses)
+        totals, compared = totals.split([len(window.sums), 2 * len(compared)])
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
-        positions = others[:_NUM_COMPARED].to("cpu", non_blocking=True)
-        check = partial(self._check, own, positions, num_ranks, totals[3:].to("cpu", non_blocking=True))
+        check = partial(self._check, own, compared.view(2, -1).to("cpu", non_blocking=True))
         if totals.device.type == "cpu":
             check()
         else:
             self._unchecked.append((torch.accelerator.current_stream().record_event(), check))
             self.check_earlier(waits=False)
-        totals = totals[:3]
         if all(uses):
             return totals, []  # without reading the device
-        num_uses = zip(parameters, others[_NUM_COMPARED:].tolist(), strict=True)
-        return totals, [parameter for parameter, number in num_uses if number == 0]
+        pairs = zip(parameters, num_uses.tolist(), strict=True)
+        return totals, [parameter for parameter, number in pairs if number == 0]
 
-    def _all_reduce(self, sums: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, the latter over how many ranks.
+    def _all_reduce(self, sums: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over ranks of a window's ``sums``, and of ``uses``, which are on the host.
 
         A rank that has not used some parameters must know on the host whether another rank has used them. If
-        this occurs in a run's first window, later windows sum ``numbers`` on the host, which waits for no
+        this occurs in a run's first window, later windows sum ``uses`` on the host, which waits for no
         device. Otherwise that rank reads the device.
         """
-        if self._sums_uses_on_host and len(numbers) > _NUM_COMPARED:
+        if self._sums_uses_on_host and len(uses):
             dist.all_reduce(sums, group=self._group)
-            dist.all_reduce(numbers, group=self._host_group)
-            self._sums_uses_on_host = bool(numbers[_NUM_COMPARED:].min() < self._host_group.size())
-            return sums, numbers, self._host_group.size()
-        both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
-        if self._divisor > 1:
+            dist.all_reduce(uses, group=self._host_group)
+            self._sums_uses_on_host = bool(uses.min() < self._host_group.size())
+            return sums, uses
+        both = torch.cat([sums, uses.to(self._device, non_blocking=True)])
+        if self._size > 1:
             dist.all_reduce(both, group=self._group)
-        return both[: len(sums)], both[len(sums) :], self._group.size()
+        return both[: len(sums)], both[len(sums) :]
 
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
@@ -171,23 +166,23 @@ class RankAgreement:
         """Forget windows that were not compared: a run begins or ends, or something has failed."""
         self._unchecked.clear()
 
-    def _check(self, own: Position, positions: Tensor, num_ranks: int, written: Tensor) -> None:
+    def _check(self, own: Position, compared: Tensor) -> None:
         """Raise RuntimeError unless all ranks have the same position, and have written the same.
 
-        ``positions`` [6] are the sums over ``num_ranks`` of the three numbers of one, and of their squares; ``written``
-        [2] those over the group of the number of what a rank has written, and of its square. One rank is not compared:
-        on MPS, which never has more, float32 would round the squares.
+        ``compared`` [2, 4] are sums over ranks: of the three numbers of a position and that of what a rank has written,
+        and of their squares. One rank is not compared: on MPS, which never has more, float32 would round the squares.
         """
+        if self._size == 1:
+            return
         different_batches = (
             f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
             f" of epoch {own.epoch}. {DIFFERENT_BATCHES}"
         )
+        (*totals, written), (*squares, square) = compared.tolist()
         causes = (different_batches, DIFFERENT_ORDERS, DIFFERENT_UNITS)
-        for (total, squares), cause in zip(positions.view(2, -1).T.tolist(), causes, strict=True):
-            if num_ranks > 1 and int(total) ** 2 != int(squares) * num_ranks:
+        for total, of_squares, cause in zip(totals, squares, causes, strict=True):
+            if int(total) ** 2 != int(of_squares) * self._size:
                 raise RuntimeError(cause)
-        total, squares = written.tolist()
-        size = self._group.size()
-        variance = size * squares - total**2  # over ranks, times the square of their number
-        if size > 1 and variance > (_ROUNDING * size) ** 2 + _EPSILON * size * squares:
+        variance = self._size * square - written**2  # over ranks, times the square of their number
+        if variance > (_ROUNDING * self._size) ** 2 + _EPSILON * self._size * square:
             raise RuntimeError(DIFFERENT_WRITES)
