@@ -45,8 +45,8 @@ class LossScaling:
         patches: PatchStack,
     ) -> None:
         self.scaler = scaler
-        self.range_factor = torch.ones((), device=device) if in_float16 else None
-        self._is_unset = in_float16
+        self.range_factor: Tensor | None = None  # until a window begins
+        self._in_float16 = in_float16
         self._mesh = mesh
         self._device = device
         self._is_checked: dict[Optimizer, bool] = {}
@@ -56,20 +56,16 @@ class LossScaling:
 
     def restore_range(self, factor: Tensor | None) -> None:
         """Set the range factor of a saved run."""
-        if self.range_factor is not None and factor is not None:
-            self.range_factor = factor.to(self.range_factor)
-            self._is_unset = False
+        if self._in_float16 and factor is not None:
+            self.range_factor = factor.to(self._device)
 
     def start_window(self, expected: Count) -> Tensor | None:
         """[] the scale of a window of about ``expected`` tokens, if any. In float16 a collective once in a run."""
-        if self._is_unset and self.range_factor is not None:
-            self._is_unset = False
-            total = torch.as_tensor(expected).detach().to(self.range_factor, copy=True)
+        if self._in_float16 and self.range_factor is None:
+            total = torch.as_tensor(expected).detach().to(self._device, torch.float32, copy=True)
             if self._mesh.sizes.divisor > 1:
                 dist.all_reduce(total, group=self._mesh.group)
-            self.range_factor = torch.where(
-                total > 0, self._range_of(total * FIRST_WINDOW_HEADROOM), self.range_factor
-            )
+            self.range_factor = torch.where(total > 0, self._range_of(total * FIRST_WINDOW_HEADROOM), 1.0)
         scale = self.range_factor
         if self.scaler is None:
             return scale

@@ -71,40 +71,30 @@ class OptimizerSteps:
             # User code that comes after a step finds what it has trained.
             after_step = torch_internals.register_first_post_hook(optimizer, self._after_step)
             self._patches.callback(after_step.remove)
-            parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
-                self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
+                _call_after(self._patches, watched, "zero_grad", partial(self._drop, optimizer))
 
-    def _dropping(
-        self, zero_grad: Callable[..., None], parameters: Callable[[], list[nn.Parameter]]
-    ) -> Callable[..., None]:
-        def zero_and_drop(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            self._windows.drop(parameters())
-
-        return zero_and_drop
+    def _drop(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self._windows.drop(optimizer_parameters(optimizer))
 
     def watch_module(
         self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]
     ) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
         self._is_automatic = module.automatic_optimization
-        toggle = module.toggle_optimizer
-        untoggle = module.untoggle_optimizer
+        windows = self._windows
 
-        def toggle_optimizer(optimizer: OneOptimizer) -> None:
-            toggle(optimizer)
-            self._windows.toggled = unwrap(optimizer)
+        def toggled(optimizer: OneOptimizer) -> None:
+            windows.toggled = unwrap(optimizer)
             on_toggle()
 
-        def untoggle_optimizer(optimizer: OneOptimizer) -> None:
-            untoggle(optimizer)
-            self._windows.toggled = None
+        def untoggled(optimizer: OneOptimizer) -> None:
+            windows.toggled = None
             on_toggle()
 
-        patches.set(module, "zero_grad", self._dropping(module.zero_grad, lambda: self._windows.parameters))
-        patches.set(module, "toggle_optimizer", toggle_optimizer)
-        patches.set(module, "untoggle_optimizer", untoggle_optimizer)
+        _call_after(patches, module, "zero_grad", lambda *_, **__: windows.drop(windows.parameters))
+        _call_after(patches, module, "toggle_optimizer", toggled)
+        _call_after(patches, module, "untoggle_optimizer", untoggled)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
@@ -272,13 +262,7 @@ class OptimizerSteps:
         patches.set(plugin, "clip_gradients", clip_gradients)
         # The last hook before an optimizer steps.
         last = "configure_gradient_clipping" if module.automatic_optimization else "on_before_optimizer_step"
-        hook = getattr(module, last)
-
-        def hook_then_measure(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            hook(optimizer, *args, **kwargs)
-            self._measure_if_asked(optimizer)
-
-        patches.set(module, last, hook_then_measure)
+        _call_after(patches, module, last, self._measure_if_asked)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
@@ -294,7 +278,7 @@ class OptimizerSteps:
             rescale_clip.clip_gradient_values(parameters, clip_val)
         return norm
 
-    def _measure_if_asked(self, optimizer: OneOptimizer) -> None:
+    def _measure_if_asked(self, optimizer: OneOptimizer, *_: Any, **__: Any) -> None:
         """Measure the norm if an option asks for it and it has not been measured since the last step.
 
         Runs last before the optimizer steps, so that it includes what hooks did to the gradients. Whether it
@@ -310,3 +294,14 @@ class OptimizerSteps:
             rescale_clip.check_finite(norm, self._windows.mesh.groups)
         self._windows.report_norm(unwrap(optimizer), norm)
         return norm
+
+
+def _call_after(patches: PatchStack, target: Any, name: str, function: Callable[..., None]) -> None:
+    """Call ``function`` after the method ``name`` of ``target``, with its arguments."""
+    method = getattr(target, name)
+
+    def method_then_function(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        function(*args, **kwargs)
+
+    patches.set(target, name, method_then_function)

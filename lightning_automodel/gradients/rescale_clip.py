@@ -64,8 +64,7 @@ def share_experts_gradients_(parameters: list[nn.Parameter]) -> None:
     In place, once per window. Not a collective. The divide factor of FSDP2 cannot do it: torch divides by it
     twice where a group has one rank and reduces in float16, in float64 or by sums (torch 2.13 and 2.14).
     """
-    sizes = {num_expert_ranks(parameter) for parameter in parameters}
-    for size in sizes - {1}:
+    for size in set(map(num_expert_ranks, parameters)) - {1}:
         experts = [parameter for parameter in parameters if num_expert_ranks(parameter) == size]
         scale_gradients_(experts, torch.tensor(1 / size, dtype=torch.float64))
 
@@ -222,13 +221,10 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
 
 def lay_out_gradient(parameter: nn.Parameter) -> None:
     """Lay a gradient out as its parameter. A collective on its mesh if it is a partial sum (tensor parallelism)."""
+    placed: Any = parameter
     grad = parameter.grad
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(parameter, DTensor)
-        and grad.placements != parameter.placements
-    ):
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+    if isinstance(grad, DTensor) and grad.placements != placed.placements:
+        parameter.grad = grad.redistribute(placements=placed.placements)
 
 
 def sharding_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
