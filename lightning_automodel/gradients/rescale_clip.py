@@ -118,7 +118,7 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     parameters = list_parameters(model)
     for parameter in parameters:
         lay_out_gradient(parameter)
-    for grads in _local_parts(parameter.grad for parameter in parameters):
+    for grads in _local_parts(parameters):
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
@@ -163,13 +163,13 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 
 
 @torch.no_grad()
-def scale_(gradients: Iterable[Tensor | None], factor: Tensor, foreach: bool = True) -> None:
+def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
     The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
     product to the dtype of the gradients.
     """
-    for grads in _local_parts(gradients, foreach):
+    for grads in _local_parts(parameters, foreach):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         local_factor = factor.to(grads[0].device, dtype)
         if dtype == grads[0].dtype and not grads[0].is_sparse:
@@ -177,11 +177,6 @@ def scale_(gradients: Iterable[Tensor | None], factor: Tensor, foreach: bool = T
             continue
         for grad in grads:
             grad.copy_(grad.to(dtype) * local_factor)
-
-
-def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
-    """:func:`scale_` for what stands in ``.grad``."""
-    scale_((parameter.grad for parameter in parameters), factor, foreach)
 
 
 @torch.no_grad()
@@ -251,7 +246,7 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all gradient elements, on ``device``."""
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
-    for grads in _local_parts((parameter.grad for parameter in parameters), foreach):
+    for grads in _local_parts(parameters, foreach):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
@@ -270,13 +265,14 @@ def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.to(device)
 
 
-def _local_parts(gradients: Iterable[Tensor | None], foreach: bool = True) -> Iterable[list[Tensor]]:
+def _local_parts(parameters: list[nn.Parameter], foreach: bool = True) -> Iterable[list[Tensor]]:
     """This rank's parts of the gradients, each alone, or with ``foreach`` those of one device, dtype and layout.
 
     Under ``torch.no_grad()``.
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for grad in gradients:
+    for parameter in parameters:
+        grad = parameter.grad
         if isinstance(grad, DTensor):
             grad = grad.to_local()
         if grad is not None:

@@ -332,7 +332,7 @@ class GradientWindows:
                 )
         if window.scale is not None:
             factor = factor / window.scale
-        rescale_clip.scale_(map(GRAD.__get__, backward.final), factor)
+        rescale_clip.scale_gradients_(backward.final, factor)
         return totals
 
     def put_back(self, backward: BackwardPass) -> None:
