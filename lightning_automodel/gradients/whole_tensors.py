@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import full
 from lightning_automodel.gradients.owner_exchange import Holders, exchange, holders_of
+from lightning_automodel.gradients.rescale_clip import lay_out_gradient
 from lightning_automodel.internals import torch as torch_internals
 
 
@@ -210,7 +211,7 @@ class WholeSteps:
         gradients: list[Travelling] = []
         for whole in stepped:
             sharded: Any = whole.parameter
-            part = torch_internals.local_tensor(sharded.grad.redistribute(placements=sharded.placements))
+            lay_out_gradient(sharded)
             gradient = None
             if whole.stand_in is not None:
                 whole.stand_in.data = whole.shard.new_empty(sharded.shape)
@@ -218,7 +219,7 @@ class WholeSteps:
                 whole.stand_in.grad = gradient
             shown[sharded] = whole.stand_in
             whole.version_before = torch_internals.version(sharded)
-            gradients.append((whole, part, gradient))
+            gradients.append((whole, torch_internals.local_tensor(sharded.grad), gradient))
         # One after the other, since what travels has memory twice.
         self._exchange(gradients, to_owners=True)
         self._exchange(_weights(stepped), to_owners=True)
@@ -228,8 +229,10 @@ class WholeSteps:
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
-        """Bring the stepped weights back, and give ``optimizer`` its sharded parameters. The same collective."""
-        stepped, undo = self._stepping.pop(optimizer, ([], ExitStack()))
+        """Bring back what owners have stepped, and give ``optimizer`` its sharded parameters. The same collective."""
+        if optimizer not in self._stepping:
+            return
+        stepped, undo = self._stepping.pop(optimizer)
         with undo:
             for whole in stepped:
                 if torch_internals.version(whole.parameter) != whole.version_before:

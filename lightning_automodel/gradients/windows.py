@@ -349,8 +349,6 @@ class GradientWindows:
             parts[index] = None
             if before is None:
                 GRAD.__set__(parameter, part)
-            elif before.is_sparse or part.is_sparse:
-                GRAD.__set__(parameter, before + part)
             else:
                 before.add_(part)  # in place, as autograd accumulates: the user may hold this tensor
 
