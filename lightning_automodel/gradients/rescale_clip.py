@@ -254,15 +254,10 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
         # The square of a float32 above 1.8e19 overflows: an infinite norm would clip all gradients to zero.
         dtype = wide_dtype(grads[0].device)
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).to(total.dtype)
-        total += _moved_without_waiting(norms, device).square().sum()
+        if norms.is_cpu and device.type != "cpu":  # of offloaded shards
+            norms = norms.pin_memory().to(device, non_blocking=True)  # the host need not wait
+        total += norms.to(device).square().sum()
     return total
-
-
-def _moved_without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
-    """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
-    if numbers.device.type == "cpu" and device.type != "cpu":
-        return numbers.pin_memory().to(device, non_blocking=True)
-    return numbers.to(device)
 
 
 def _local_parts(parameters: list[nn.Parameter], foreach: bool = True) -> Iterable[list[Tensor]]:

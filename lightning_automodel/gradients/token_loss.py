@@ -321,18 +321,16 @@ def reduce_loss(
         >>> float(loss / denominator)
         2.0
     """
-    device = next(
-        (each.device for each in (*loss_store, total_num_tokens) if isinstance(each, Tensor)),
-        torch.device("cpu"),
-    )
+    count = torch.as_tensor(total_num_tokens)
+    device = [*loss_store, count][0].device
     sums = torch.zeros(2, dtype=wide_dtype(device), device=device)
     result_dtype = sums.dtype
     if loss_store:
         losses = torch.stack([loss.detach().to(device).reshape(()) for loss in loss_store])
         result_dtype = torch.promote_types(losses.dtype, torch.float32)
-        sums[0] = losses.to(sums.dtype).sum()
+        sums[0] = losses.sum(dtype=sums.dtype)
     sums[1] = total_num_tokens if per_token_loss else len(loss_store)
     if dp_group is not None:
         dist.all_reduce(sums, group=dp_group)
-    is_fractional = per_token_loss and torch.as_tensor(total_num_tokens).is_floating_point()
+    is_fractional = per_token_loss and count.is_floating_point()
     return sums[0].to(result_dtype), sums[1] if is_fractional else sums[1].round().to(torch.int64)

@@ -13,6 +13,7 @@ For an optimizer that steps each parameter by itself, the step is that of one pr
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,24 +31,24 @@ from lightning_automodel.gradients.rescale_clip import lay_out_gradient
 from lightning_automodel.internals import torch as torch_internals
 
 
+@dataclass(eq=False)
 class WholeParameter:
     """A sharded parameter that its owner steps whole.
 
     Attributes:
-        version_before: The parameter's version when a step began.
-        owner: A rank of the world, among the holders of this rank's copy.
+        parameter: The sharded one.
+        holders: The ranks that hold the parts of this rank's copy.
+        owner: A rank of the world, among the holders.
         stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory
             during steps.
+        version_before: The parameter's version when a step began.
     """
 
-    def __init__(self, parameter: nn.Parameter, holders: Holders, owner: int) -> None:
-        self.parameter = parameter
-        self.version_before = 0
-        self.owner = owner
-        self.stand_in: nn.Parameter | None = None
-        self.holders = holders
-        if owner == dist.get_rank():
-            self.stand_in = nn.Parameter(self.shard.new_empty(0), requires_grad=parameter.requires_grad)
+    parameter: nn.Parameter
+    holders: Holders
+    owner: int
+    stand_in: nn.Parameter | None = None
+    version_before: int = 0
 
     @property
     def shard(self) -> Tensor:
@@ -177,7 +178,9 @@ class WholeSteps:
             holders = find_holders(sharded.device_mesh, sharded.placements)
             ranks = sorted(holders.coordinates)
             owner = ranks[len(self._parameters) % len(ranks)]
-            self._parameters[parameter] = WholeParameter(parameter, holders, owner)
+            whole = self._parameters[parameter] = WholeParameter(parameter, holders, owner)
+            if owner == dist.get_rank():
+                whole.stand_in = nn.Parameter(whole.shard.new_empty(0), parameter.requires_grad)
         return {parameter: self._parameters[parameter].stand_in is not None for parameter in parameters}
 
     def describe(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
