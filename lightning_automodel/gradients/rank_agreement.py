@@ -106,6 +106,10 @@ class RankAgreement:
         One all-reduce of three numbers, of its ``own`` position and of what this rank has ``written`` ([] for each
         parameter that it was), of the squares of these, and of one number for each parameter.
 
+        A rank that has not used some parameters must know on the host whether another rank has used them. If
+        this occurs in a run's first window, later windows sum these numbers on the host too, which waits for no
+        device. Otherwise that rank reads the device.
+
         Raises RuntimeError, on every rank, if ranks have used different units, are in different batches, have drawn
         their data in different orders, or have written different values to parameters.
         """
@@ -113,43 +117,32 @@ class RankAgreement:
         position = [number % _MODULUS for number in (batch, own.order, own.unit_order)]
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
-        numbers = torch.tensor(
+        on_host = torch.tensor(
             [*position, *uses], dtype=window.sums.dtype, pin_memory=self._device.type != "cpu"
         )
-        own_position, own_uses = numbers.split([len(position), len(uses)])
+        on_device = on_host.to(self._device, non_blocking=True)
         number = sum(written, start=torch.zeros_like(window.sums[:1]))
-        compared = torch.cat([own_position.to(self._device, non_blocking=True), number])
-        totals, num_uses = self._all_reduce(torch.cat([window.sums, compared, compared.square()]), own_uses)
-        totals, compared = totals.split([len(window.sums), 2 * len(compared)])
+        compared = torch.cat([on_device[: len(position)], number])
+        sums = torch.cat([window.sums, compared, compared.square(), on_device[len(position) :]])
+        if self._size > 1:
+            dist.all_reduce(sums, group=self._group)
+        totals, compared, num_uses = sums.split([len(window.sums), 2 * len(compared), len(uses)])
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
         check = partial(self._check, own, compared.view(2, -1).to("cpu", non_blocking=True))
-        if totals.device.type == "cpu":
+        if self._device.type == "cpu":
             check()
         else:
             self._unchecked.append((torch.accelerator.current_stream().record_event(), check))
             self.check_earlier(waits=False)
+        if self._sums_uses_on_host and uses:
+            num_uses = on_host[len(position) :]
+            dist.all_reduce(num_uses, group=self._host_group)
+            self._sums_uses_on_host = bool(num_uses.min() < self._host_group.size())
         if all(uses):
             return totals, []  # without reading the device
         pairs = zip(parameters, num_uses.tolist(), strict=True)
         return totals, [parameter for parameter, number in pairs if number == 0]
-
-    def _all_reduce(self, sums: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums over ranks of a window's ``sums``, and of ``uses``, which are on the host.
-
-        A rank that has not used some parameters must know on the host whether another rank has used them. If
-        this occurs in a run's first window, later windows sum ``uses`` on the host, which waits for no
-        device. Otherwise that rank reads the device.
-        """
-        if self._sums_uses_on_host and len(uses):
-            dist.all_reduce(sums, group=self._group)
-            dist.all_reduce(uses, group=self._host_group)
-            self._sums_uses_on_host = bool(uses.min() < self._host_group.size())
-            return sums, uses
-        both = torch.cat([sums, uses.to(self._device, non_blocking=True)])
-        if self._size > 1:
-            dist.all_reduce(both, group=self._group)
-        return both[: len(sums)], both[len(sums) :]
 
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
