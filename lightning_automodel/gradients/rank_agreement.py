@@ -101,9 +101,9 @@ class RankAgreement:
     def sum_over_ranks(
         self, window: Window, own: Position, written: list[Tensor], parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
-        """[3] the window's sums over all ranks, and the ones of ``parameters`` that no rank has used in it.
+        """[3] a window's totals over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
-        One all-reduce of three numbers, of its ``own`` position and of what this rank has ``written`` ([] for each
+        They are label tokens, the sum of losses, and micro-batches. One all-reduce of these, of its ``own`` position and of what this rank has ``written`` ([] for each
         parameter that it was), of the squares of these, and of one number for each parameter.
 
         A rank that has not used some parameters must know on the host whether another rank has used them. If
@@ -118,15 +118,18 @@ class RankAgreement:
         uses = [parameter in window.used for parameter in parameters]
         # Pinned, so that the host need not wait until they are on an accelerator.
         on_host = torch.tensor(
-            [*position, *uses], dtype=window.sums.dtype, pin_memory=self._device.type != "cpu"
+            [window.num_micro_batches, *position, *uses],
+            dtype=window.sums.dtype,
+            pin_memory=self._device.type != "cpu",
         )
         on_device = on_host.to(self._device, non_blocking=True)
-        number = sum(written, start=torch.zeros_like(window.sums[:1]))
-        compared = torch.cat([on_device[: len(position)], number])
-        sums = torch.cat([window.sums, compared, compared.square(), on_device[len(position) :]])
+        num_micro_batches, position_on_device, num_uses = on_device.split([1, len(position), len(uses)])
+        number = sum(written, start=torch.zeros_like(num_micro_batches))
+        compared = torch.cat([position_on_device, number])
+        sums = torch.cat([window.sums, num_micro_batches, compared, compared.square(), num_uses])
         if self._size > 1:
             dist.all_reduce(sums, group=self._group)
-        totals, compared, num_uses = sums.split([len(window.sums), 2 * len(compared), len(uses)])
+        totals, compared, num_uses = sums.split([3, 2 * len(compared), len(uses)])
         if self._num_slices > 1:
             totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
         check = partial(self._check, own, compared.view(2, -1).to("cpu", non_blocking=True))
@@ -136,7 +139,7 @@ class RankAgreement:
             self._unchecked.append((torch.accelerator.current_stream().record_event(), check))
             self.check_earlier(waits=False)
         if self._sums_uses_on_host and uses:
-            num_uses = on_host[len(position) :]
+            num_uses = torch.tensor(uses, dtype=torch.int64)
             dist.all_reduce(num_uses, group=self._host_group)
             self._sums_uses_on_host = bool(num_uses.min() < self._host_group.size())
         if all(uses):

@@ -189,8 +189,7 @@ class TokenWeighting:
                 " tokens."
             )
         count = self.count(batch, output, step)
-        sums = sums_of(self.objective(loss.detach(), count), count)
-        return sums[:2].flip(0)
+        return sums_of(self.objective(loss.detach(), count), count).flip(0)
 
     @property
     def unit(self) -> str:
@@ -277,7 +276,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def sums_of(objective: Tensor, count: Count) -> Tensor:
-    """[3] label tokens, sum of losses and 1: what a micro-batch adds to its window, in float64 (exact up to 2**53).
+    """[2] label tokens and sum of losses: what a micro-batch adds to its window, in float64 (exact up to 2**53).
 
     ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A
     negative count on an accelerator, which nobody has read, becomes NaN, as do gradients of its window.
@@ -289,7 +288,7 @@ def sums_of(objective: Tensor, count: Count) -> Tensor:
         tokens = tokens.masked_fill(tokens < 0, math.nan)
     else:
         tokens = torch.full_like(loss, count)
-    return torch.stack([tokens, torch.where(tokens > 0, loss, 0.0), torch.ones_like(loss)])
+    return torch.stack([tokens, torch.where(tokens > 0, loss, 0.0)])
 
 
 def reduce_loss(

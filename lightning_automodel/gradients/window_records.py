@@ -29,7 +29,7 @@ class Window:
         key: The toggled optimizer that it belongs to; None without toggling.
         optimizers: The optimizers that step with its gradients.
         scale: [] the factor on its losses before backward; None if there is none.
-        sums: [3] over its micro-batches on this rank, see :func:`sums_of`.
+        sums: [2] over its micro-batches on this rank, see :func:`sums_of`.
         num_micro_batches: On this rank, without padding batches.
         ahead: If it was counted ahead: losses are divided by these totals, so that gradients are final at once.
         trained: Parameters that were trainable in any of its backwards. The same on all ranks.

@@ -233,7 +233,7 @@ class GradientWindows:
     def _begin(self, key: Optimizer | None, expected: Count) -> Window:
         """Open a window. Raises RuntimeError if it would hold parameters of an open one."""
         optimizers = self.optimizers if key is None else [key]
-        sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
+        sums = torch.zeros(2, dtype=wide_dtype(self.device), device=self.device)
         window = Window(key, optimizers, self.scaling.start_window(expected), sums)
         for other in self.open_windows.values():
             if shared := window.owned & other.owned:
@@ -306,7 +306,7 @@ class GradientWindows:
         A collective over the data-parallel group. ``own`` is where this rank ends the window.
 
         Returns:
-            [3] the window's sums over all ranks, see :func:`sums_of`.
+            [3] the window's label tokens, sum of losses and micro-batches, over all ranks.
 
         Raises:
             RuntimeError: If ranks end the window in different positions, or this rank has run another number
