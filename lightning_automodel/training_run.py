@@ -464,7 +464,7 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
-            "optimizer_step": self.steps.whole.describe(self.module.trainer.optimizers),
+            "optimizer_step": self.steps.whole.describe(self.windows.optimizers),
             **self._sharding,
         }
 

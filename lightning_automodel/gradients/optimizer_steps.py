@@ -229,7 +229,6 @@ class OptimizerSteps:
         """Stop watching optimizers."""
         self._patches.restore()
         self.whole.abandon()
-        self._windows.optimizers = []
 
     # --- Clipping -----------------------------------------------------------------------------------------------------
 
