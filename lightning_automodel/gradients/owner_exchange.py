@@ -47,8 +47,7 @@ class Holders(NamedTuple):
 
 def holders_of(mesh: DeviceMesh, placements: Sequence[Any]) -> Holders:
     """Which ranks hold the parts of this rank's copy of a tensor, which is sharded or replicated. Not a collective."""
-    own = mesh.get_coordinate()
-    assert own is not None
+    own: Any = mesh.get_coordinate()
     splits: list[Split] = []
     along: list[Sequence[int]] = []  # the coordinates of the holders in each dimension of the mesh
     for mesh_dim, placement in enumerate(placements):

@@ -48,9 +48,8 @@ def rescale_gradients(
     parameters = list_parameters(model)
     share_experts_gradients_(parameters)
     device = _reduction_device(parameters)
-    # A number of Python's goes straight to float64: torch would make a float32 of it first.
-    total = torch.as_tensor(num_tokens_for_grad_scaling, dtype=wide_dtype(device), device=device)
-    total = total.reshape(()).clone()
+    total = torch.zeros((), dtype=wide_dtype(device), device=device)
+    total[...] = num_tokens_for_grad_scaling
     divisor = 1
     if dp_group is not None:
         dist.all_reduce(total, group=dp_group)
@@ -112,10 +111,9 @@ def scale_to_norm_(
 
 
 @torch.no_grad()
-def clip_gradient_values(model: Parameters, clip_value: float) -> None:
+def clip_gradient_values(parameters: list[nn.Parameter], clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective."""
     check_clip_value(clip_value)
-    parameters = list_parameters(model)
     for parameter in parameters:
         lay_out_gradient(parameter)
     for grads in _local_parts(parameters):
@@ -129,7 +127,7 @@ def check_clip_value(value: float) -> None:
         raise ValueError(f"The value to clip gradients to must be a positive number, got {value!r}.")
 
 
-def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None:
+def check_finite(norm: Tensor, groups: list[dist.ProcessGroup]) -> None:
     """Raise RuntimeError unless the norm [] is finite on all ranks of ``groups``: all-reduces, and a host read."""
     for group in groups:
         norm = norm.clone()

@@ -202,15 +202,15 @@ class WholeSteps:
 
         A collective over the world. Gradients must be final, and on all ranks for the same parameters.
         """
-        wholes = {parameter: self._parameters[parameter] for parameter in self.of(optimizer)}
-        if not wholes:
+        # A parameter without a gradient is left out, as optimizers leave it out.
+        shown: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(self.of(optimizer))
+        if not shown:
             return
         optimizers = nested_optimizers(optimizer)
-        for whole in wholes.values():
+        wholes = [self._parameters[parameter] for parameter in shown]
+        for whole in wholes:
             _take_states(optimizers, whole)
-        stepped = [whole for whole in wholes.values() if whole.parameter.grad is not None]
-        # A parameter without a gradient is left out, as optimizers leave it out.
-        shown: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(wholes)
+        stepped = [whole for whole in wholes if whole.parameter.grad is not None]
         gradients: list[Travelling] = []
         for whole in stepped:
             sharded: Any = whole.parameter

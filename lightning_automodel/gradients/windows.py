@@ -19,7 +19,6 @@ open.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import compress
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +38,6 @@ from lightning_automodel.gradients.token_loss import (
 )
 from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals.dtensor import GRAD
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 ZEROED_IN_BACKWARD = (
     "zero_grad() was called within a backward of the strategy, by a hook of autograd or in"
@@ -275,7 +272,7 @@ class GradientWindows:
             trained_before |= open_window.trained
             if open_window is not window:
                 owned_elsewhere |= open_window.owned
-        is_trainable = list(map(_REQUIRES_GRAD, self.parameters))
+        is_trainable = [parameter.requires_grad for parameter in self.parameters]
         if is_trainable != self._is_trainable:
             self._is_trainable = is_trainable
             self._trainable = set(compress(self.parameters, is_trainable))
