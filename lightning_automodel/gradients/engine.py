@@ -1,5 +1,6 @@
 """What the strategy and the algebra ask of an engine, here without any communication."""
 
+import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -7,8 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel.distributed.mesh import num_expert_ranks
-from lightning_automodel.gradients.rank_agreement import fingerprint
+from lightning_automodel.gradients.rank_agreement import TINY, fingerprint
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals.torch import Reached, queue_callback
 
@@ -37,8 +37,9 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
-        written: Of each write of whole values to a sharded parameter, since the last window's end, [] a number of
-            the values: the same on ranks that have written alike.
+        written: Since the last window's end, [] a fingerprint of each whole tensor that this rank has written to a
+            sharded parameter or its gradient, or changed one with in place: the same on ranks that have written alike.
+        written_numbers: The same of the numbers, in one sum, to which each write adds 1.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -54,6 +55,7 @@ class Engine:
         self.backward: BackwardPass | None = None
         self.reached = Reached()
         self.written: list[Tensor] = []
+        self.written_numbers = 0.0
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
@@ -66,10 +68,15 @@ class Engine:
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
 
-    def note_written(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Note what this rank has written to a parameter: each keeps its part, so that all must have written alike."""
-        if self.group is not None and num_expert_ranks(parameter) == 1:
-            self.written.append(fingerprint(values))
+    def note_write(self, tensors: Iterable[Tensor], numbers: Iterable[float] = ()) -> None:
+        """Note what this rank writes to a parameter or gradient with: each holds a part, so that all must do alike."""
+        if self.group is None:
+            return
+        self.written += map(fingerprint, tensors)
+        self.written_numbers += 1.0
+        for number in numbers:
+            # Rounding, by which ranks may differ, hardly moves it.
+            self.written_numbers += math.copysign(1.0, number) + math.log(abs(number) + TINY)
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:

@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.rank_agreement import fingerprint
 from lightning_automodel.gradients.whole_tensors import WholeSteps, nested_optimizers
 from lightning_automodel.gradients.window_records import OneOptimizer, optimizer_parameters, unwrap
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
-
-_ROUNDING = 1e-4  # of a gradient that each rank computes for itself, by kernels that are not deterministic
 
 
 class OptimizerSteps:
@@ -186,18 +185,14 @@ class OptimizerSteps:
             return
         parameters = optimizer_parameters(optimizer)
         replicated = [p for p in parameters if not isinstance(p, DTensor)]
-        norms = [rescale_clip.total_norm(replicated)]
-        written = [getattr(parameter.grad, "whole_norm", None) for parameter in parameters]
-        norms += [norm for norm in written if norm is not None]  # the shards are parts of other wholes
-        norm = torch.stack([norm.to(windows.device) for norm in norms]).norm()
-        largest, smallest = collectives.reduce_tensor(
-            torch.stack([norm, -norm]), windows.mesh.group, "max", windows.device
-        ).abs()
-        if largest - smallest > _ROUNDING * largest:
+        # Of shards, whose norms differ, what was written to them tells.
+        numbers = [fingerprint(rescale_clip.total_norm(replicated)), *windows.engine.written]
+        windows.engine.written.clear()
+        number = torch.stack([number.to(windows.device) for number in numbers]).mean()
+        if not windows.agreement.has_written_alike(number):
             raise RuntimeError(
-                f"{type(optimizer).__name__} would step with gradients that differ between ranks: their"
-                f" norms are {float(smallest):.4g} to {float(largest):.4g}. No manual_backward has run"
-                " since its last step, and nobody averages what is written by hand (`p.grad ="
+                f"{type(optimizer).__name__} would step with gradients that differ between ranks. No"
+                " manual_backward has run since its last step, and nobody averages what is written by hand (`p.grad ="
                 " torch.autograd.grad(loss, p)[0]`). Call self.manual_backward(loss), once for each of"
                 " several losses, and change what it leaves in .grad. Or write the same gradients on all"
                 " ranks."

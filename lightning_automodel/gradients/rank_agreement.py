@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,18 @@ DIFFERENT_ORDERS = (
 """What ranks must do whose samplers have drawn different orders."""
 
 DIFFERENT_WRITES = (
-    "Forwards, steps or hooks have written other values to parameters on each rank, or on some ranks alone, as from its"
-    " own batch (data-dependent initialisation, codebooks) or at random: shards are now parts of different weights."
+    "Forwards, steps or hooks have written other values to parameters or gradients on each rank, or on some ranks alone,"
+    " as from its own batch (data-dependent initialisation, codebooks) or at random: shards are now parts of different"
+    " tensors."
     " Write what all ranks have reduced (self.all_gather(values).mean(0)), or draw by a torch.Generator with the same"
     " seed on all ranks."
 )
-"""What ranks must do that have written other values to gathered parameters."""
+"""What ranks must do that have written other values."""
 
 _SAMPLED = 4096
 """Entries of what is written to a parameter by which ranks compare it."""
-_TINY = 1e-30
+TINY = 1e-30
+"""In place of zero, which has no logarithm."""
 _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
@@ -65,7 +67,7 @@ def fingerprint(values: Tensor) -> Tensor:
     """[] a number of some entries of a tensor, by their values and places, which rounding hardly moves."""
     entries = values.flatten()[:: max(1, values.numel() // _SAMPLED)].to(wide_dtype(values.device))
     places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
-    norm = entries.norm().clamp(min=_TINY)
+    norm = entries.norm().clamp(min=TINY)
     return entries.dot(places.cos()) / norm + norm.log()
 
 
@@ -99,7 +101,7 @@ class RankAgreement:
         self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def sum_over_ranks(
-        self, window: Window, own: Position, written: list[Tensor], parameters: list[nn.Parameter]
+        self, window: Window, own: Position, written: list[Any], parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] a window's totals over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
@@ -180,6 +182,16 @@ class RankAgreement:
         for total, of_squares, cause in zip(totals, squares, causes, strict=True):
             if int(total) ** 2 != int(of_squares) * self._size:
                 raise RuntimeError(cause)
-        variance = self._size * square - written**2  # over ranks, times the square of their number
-        if variance > (_ROUNDING * self._size) ** 2 + _EPSILON * self._size * square:
+        if not self._are_alike(written, square):
             raise RuntimeError(DIFFERENT_WRITES)
+
+    def has_written_alike(self, number: Tensor) -> bool:
+        """Whether [] a number of what each rank has written is the same on all. A collective that reads the device."""
+        sums = torch.stack([number, number.square()])
+        dist.all_reduce(sums, group=self._group)
+        return self._are_alike(*sums.tolist())
+
+    def _are_alike(self, total: float, square: float) -> bool:
+        """Whether ranks have the same number, but for rounding, as its sum over them and that of its square tell."""
+        variance = self._size * square - total**2  # over ranks, times the square of their number
+        return variance <= (_ROUNDING * self._size) ** 2 + _EPSILON * self._size * square

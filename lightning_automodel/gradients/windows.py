@@ -310,9 +310,11 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        written = self.engine.written
+        engine = self.engine
+        written = [*engine.written, engine.written_numbers]
         totals, unused = self.agreement.sum_over_ranks(window, own, written, backward.zero_filled)
-        written.clear()
+        engine.written.clear()
+        engine.written_numbers = 0.0
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
@@ -30,7 +31,7 @@ from lightning_automodel.sharding.gathered_tensor import (
     make_plain,
     text_of_refusal,
 )
-from lightning_automodel.sharding.whole_copies import versions
+from lightning_automodel.sharding.whole_copies import note_write, versions
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
@@ -99,7 +100,8 @@ class GatheredUnit(fsdp2.Unit):
         self._shards = [param.sharded_param for param in self.params]
         self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
         for shard in self._shards:
-            shard.engine = engine
+            if num_expert_ranks(shard) == 1:  # other ranks have other experts
+                shard.engine = engine
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -174,7 +176,7 @@ class GatheredUnit(fsdp2.Unit):
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
                 _write_back(param, not any(shard is one for one in written))
-                self.engine.note_written(shard, local_tensor(param.unsharded_param))
+                note_write(shard, [local_tensor(param.unsharded_param)])
                 self._gathered_versions[number] += 1
                 if self._forward_versions:
                     self._forward_versions[number] += 1

@@ -5,6 +5,7 @@ raises :class:`NeedsWholes` if it cannot.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -50,13 +51,12 @@ def elementwise(call: Call) -> Any:
         own = own.clone()
     result = call.run_with(lambda value: own if value is like else part_like(value, like, is_followed))
     if result is own:  # written in place, or nothing to do, as for contiguous()
-        for value in tensors if targets else ():
-            if not isinstance(value, DTensor | View) and value.ndim > 0:
-                note_write(like, value)
-        if targets and is_followed:
+        if not targets:
+            return like
+        note_write(like, call.values)
+        if is_followed:
             return Tensor.copy_(like, _as_shard(own, like))
-        if targets:
-            count_writes([like])
+        count_writes([like])
         return like
     if isinstance(result, str) or result is NotImplemented:
         return result
@@ -80,6 +80,8 @@ def foreach(call: Call) -> Any:
     result = call.run_with(lambda value: _parts_like(value, models))
     if call.written():
         count_writes([model for model in models if isinstance(model, DTensor)])
+        others = [value for value in call.values if isinstance(value, list) and not alike(value, models)]
+        note_write(models[0], [*call.values, *chain(*others)])
         return None if result is None else models
     return [
         _as_shard(part, like) if isinstance(like, DTensor) else part

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
-from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
     GRAD,
@@ -37,7 +36,6 @@ from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_li
 from lightning_automodel.sharding.whole_copies import (
     AUGMENTED,
     Call,
-    View,
     count_writes,
     gather,
     note_write,
@@ -62,16 +60,14 @@ class Shard(DTensor):
     Attributes:
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
-        engine: Of a parameter that is trained, compares what ranks write to it; else None.
+        engine: Of a parameter of a fit, and of its gradient, compares what ranks write to it; else None.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
-        whole_norm: Of a gradient that this rank has set as a whole tensor, [] the norm of that; else None.
     """
 
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
     engine: Any = None
     accepts_hooks: bool = False
-    whole_norm: Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,18 +89,17 @@ class Shard(DTensor):
             gradient = GRAD.__get__(self)
             if gradient.__class__ is DTensor:
                 make_shard(gradient).parameter_name = self.parameter_name
+                gradient.engine = self.engine
         return gradient
 
     @grad.setter
     def grad(self, value: Any) -> None:
         with plain_access():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.shape:
-                part = part_like(value, self, False).clone()
-                dtype = torch.promote_types(value.dtype, wide_dtype(value.device))
-                norm = torch.linalg.vector_norm(value.detach(), dtype=dtype)
-                value = with_part(Shard, part, self)
+                note_write(self, [value])
+                value = with_part(Shard, part_like(value, self, False).clone(), self)
                 value.parameter_name = self.parameter_name
-                value.whole_norm = norm  # parts say nothing of whether ranks have set the same
+                value.engine = self.engine
             GRAD.__set__(self, value)
 
     @property
@@ -126,8 +121,7 @@ class Shard(DTensor):
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
                 local_tensor(self).copy_(part)
             count_writes([self])
-            if not isinstance(values, DTensor | View):
-                note_write(self, values)
+            note_write(self, [values])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         copied: Any = self.detach().clone()

@@ -144,7 +144,7 @@ def write_part(into: Tensor, whole: Tensor) -> None:
     """Write this rank's part of a plain tensor, which every rank has, into a sharded one. Not a collective."""
     local_tensor(into).copy_(own_part(whole, into))
     count_writes([into])
-    note_write(into, whole)
+    note_write(into, [whole])
 
 
 def versions(shards: list[Any]) -> list[int]:
@@ -162,11 +162,13 @@ def count_writes(shards: list[Any]) -> None:
     torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
 
 
-def note_write(shard: Any, values: Tensor) -> None:
-    """Let ranks compare the plain tensors that each has written to a parameter, of which it keeps its part."""
+def note_write(shard: Any, values: Sequence[Any]) -> None:
+    """Let ranks compare the plain tensors and the numbers that each has written a parameter or its gradient with."""
     engine = getattr(shard, "engine", None)
-    if engine is not None:
-        engine.note_written(shard, values)
+    if engine is None:
+        return
+    tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor | View)]
+    engine.note_write(tensors, [v for v in values if isinstance(v, int | float)])
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------

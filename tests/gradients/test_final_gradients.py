@@ -336,10 +336,7 @@ MISUSE: dict[str, tuple[Callable[[], Recipe], str]] = {
     "two windows": (UntoggledBesideTwo, "2 accumulation windows are open (SGD, SGD)"),
     "shared": (SharedParameters, "1 parameters of SGD belong to the open accumulation window of SGD"),
     "plain": (PlainBesideAnother, "A plain loss.backward() in the middle of an accumulation window"),
-    "unequal": (
-        UnequalByHand,
-        "SGD would step with gradients that differ between ranks: their norms are",
-    ),
+    "unequal": (UnequalByHand, "SGD would step with gradients that differ between ranks"),
 }
 REFUSED = {
     f"{name}, {engine}": Refused(make, (sentence,), lambda: _batches(2), ENGINES[engine][1])

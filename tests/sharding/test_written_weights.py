@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Rows
@@ -136,6 +137,9 @@ class Initialises(Writer):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.rows = batch
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.reach("before_step")
+
     def write(self) -> None:
         with torch.no_grad():
             OWN_VALUES[self.how](self.student.blocks[0].linear.bias, self.rows.mean(0))
@@ -146,10 +150,14 @@ OWN_VALUES: dict[str, Callable[[Any, Tensor], Any]] = {
     "assigned": lambda bias, own: setattr(bias, "data", own),
     "averaged": lambda bias, own: bias.data.lerp_(own, 0.1),
     "partly": lambda bias, own: bias[1:].copy_(own[1:]),
+    "scaled": lambda bias, own: bias.data.mul_(float(own.norm())),
+    "on one rank": lambda bias, own: dist.get_rank() or bias.clamp_(-0.1, 0.1),
+    "gradient": lambda bias, own: bias.grad.add_(own),
+    "many": lambda bias, own: torch._foreach_mul_([bias], [own]),
 }
 INITIALISED = {
     "initialised": (Initialises, ("start", "copied")),
-    **{f"initialised-{how}": (Initialises, ("batch_end", how)) for how in OWN_VALUES},
+    **{f"initialised-{how}": (Initialises, ("before_step", how)) for how in OWN_VALUES},
 }
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
 # By a step, to what stays gathered for the backward or not; and by hooks, to shards.
@@ -191,7 +199,7 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         UNCOUNTED,
     ),
     # Each rank would keep its part of other values.
-    "Forwards, steps or hooks have written other values to parameters on each rank": (
+    "Forwards, steps or hooks have written other values to parameters or gradients on": (
         *("64-true", ["kept", "offloaded"]),
         INITIALISED,
     ),
