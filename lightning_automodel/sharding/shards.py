@@ -88,7 +88,8 @@ class Shard(DTensor):
         with plain_access():
             gradient = GRAD.__get__(self)
             if gradient.__class__ is DTensor:
-                make_shard(gradient).parameter_name = self.parameter_name
+                gradient = make_shard(gradient)
+                gradient.parameter_name = self.parameter_name
                 gradient.engine = self.engine
         return gradient
 
