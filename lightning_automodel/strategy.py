@@ -606,7 +606,7 @@ class AutomodelStrategy(ParallelStrategy):
             )
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
-        processed = self._run.inputs.process(dataloader)
+        processed = self._run.loaders.process(dataloader)
         if self._resume is not None:
             self._resume.loaders.take(processed)
         return processed

@@ -125,18 +125,19 @@ class TrackedLoader(Wrapper):
     ================  ==============================================================================
     """
 
+    uneven: str | None
     rank_lengths: list[int] | None
     num_certain: float
     _drawn: deque[Any]
     _handles: deque[BatchHandle]
     _states: dict[int, Any]
 
-    def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
+    def __init__(self, loader: Any, group: Any, loop: Any) -> None:
         super().__init__(
             loader,
-            uneven=uneven,
+            uneven=None,
             rank_lengths=None,
-            num_certain=0 if uneven in (ERROR, PAD) else inf,
+            num_certain=inf,
             count_tokens=None,
             window_start=None,
             is_peeked=False,
