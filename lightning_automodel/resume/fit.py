@@ -5,20 +5,22 @@ window, the fit begins the window again.
 """
 
 import pickle
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.collectives import disagreement, gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import EXTRA_STATE
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 from lightning_automodel.sharding import weight_averaging
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_automodel.training_run import TrainingRun
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 6
+FORMAT = 7
 
 REPEATS = (
     "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins again:"
@@ -143,17 +145,19 @@ class Resume:
         """Add the state of every rank to a checkpoint, whose counters become those to go on from.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
-        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh. The state dict of
-        the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
+        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh. Raises ValueError, on every
+        rank, if extra states differ: the state dict of the checkpoint holds rank 0's.
         """
-        own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
+        own = self._kept or self._now()
         ranks = [own]
         if group is not None:
+            if difference := disagreement(_extra_states(checkpoint["state_dict"]), group):
+                raise ValueError(
+                    "Extra states of modules (get_extra_state) differ between ranks, and a checkpoint would bring back"
+                    f" rank 0's everywhere (by their checksums, {difference}): keep what differs in a buffer, of which"
+                    " each rank gets its own back, or let get_extra_state return what all ranks have in common."
+                )
             ranks = gather_objects(own, group)
-        # Numbers, since pickles of equal tensors differ.
-        numbers = [apply_to_collection(rank["extra_states"], Tensor, Tensor.tolist) for rank in ranks]
-        if len(set(map(pickle.dumps, numbers))) == 1:
-            ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
             self._remark(own)
@@ -247,12 +251,6 @@ class Resume:
         if state is None or "loops" not in checkpoint:
             return
         own = choose(state, sizes, rank, self._trainer.world_size, self._say)
-        extra_states = own["extra_states"]
-        model_state = checkpoint["state_dict"]
-        for name in list(model_state):
-            plain = torch_internals.without_wrappers(name)  # an average's entries may have wrappers
-            if plain in extra_states:
-                model_state[name] = extra_states[plain]
         self._kept = own
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
@@ -280,6 +278,16 @@ class Resume:
                     generator.set_state(saved[name])
 
 
+def _extra_states(state: dict[str, Any]) -> dict[str, str]:
+    """A checksum of each extra state in a state dict, but for shards."""
+    return {
+        # Of numbers, since pickles of equal tensors differ.
+        name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
+        for name, value in state.items()
+        if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)
+    }
+
+
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
     progress = checkpoint["loops"]["fit_loop"]
@@ -296,20 +304,13 @@ def choose(
     """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
 
     ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
-    changed. Raises ValueError if a checkpoint whose extra states differ between ranks was saved in another
-    layout.
+    changed.
     """
     # Each context peer has its own metrics; tensor-parallel peers have the same.
     is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
     ranks: list[dict[str, Any]] = saved["ranks"]
     if is_alike and len(ranks) == world_size:
         return ranks[rank]
-    if ranks[0]["extra_states"]:
-        raise ValueError(
-            f"Extra states of modules (get_extra_state) differed between the {len(ranks)} ranks that saved the"
-            f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"
-            " (load_from_checkpoint)."
-        )
     say(
         f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run has"
         f" {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped, and"
