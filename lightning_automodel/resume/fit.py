@@ -269,7 +269,7 @@ class Resume:
         self._run.load_state(loaded["own"])
         if at.is_epoch_ending:
             loops.step_plateau_schedulers(self._trainer)
-        loops.finish_restart(self._trainer, at.stage, self._patches)
+        loops.finish_restart(self._trainer, at.stage, self.loaders.iterate, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
             rng.set_global_states(loaded["random"], self._device)
             saved = loaded["generators"]
@@ -334,8 +334,8 @@ def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
             kind = dataloaders.NOTHING  # refused within an epoch
         carried = {**loader, "by": (kind, None, batch_size), "generators": [], "samplers": []}
         carried.pop("state", None)
-        if "iteration" in carried:
-            carried["iteration"] = (None, 0)
+        if "begun" in carried:
+            carried["begun"] = {}
         loaders.append(carried)
     at = dict(first["at"])
     if at["stage"] != loops.EPOCH:
