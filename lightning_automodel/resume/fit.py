@@ -65,6 +65,11 @@ class Resume:
 
     ``run`` trains the module, and ``patches`` last as long as the fit.
 
+    Attributes:
+        loaders: The training loaders.
+        has_stopped_before_validation: Whether the fit has stopped after a batch, before a validation that is due: a
+            resumed run begins with it.
+
     ====================================  ================  ===============================================
     the fit                               ``_has_started``  ``_kept``
     ====================================  ================  ===============================================
@@ -92,7 +97,7 @@ class Resume:
         # What saves hold in place of the present: what waits for the start of training, or where the fit ended.
         self._kept: dict[str, Any] | None = None
         self._has_started = False
-        self._has_stopped_before_validation = False
+        self.has_stopped_before_validation = False
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -125,10 +130,6 @@ class Resume:
         """An optimizer has stepped, or a gradient scaler has skipped its step: the next batch begins a window."""
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer) + 1
-
-    def stop_before_validation(self) -> None:
-        """The fit stops after a batch, before a validation that is due: a resumed run begins with it."""
-        self._has_stopped_before_validation = True
 
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
@@ -166,7 +167,7 @@ class Resume:
 
     def _remark(self, own: dict[str, Any]) -> None:
         """Tell what a run that resumes from ``own`` state does not repeat exactly, or cannot do."""
-        at = self._position()
+        at = loops.position(self._trainer, self.has_stopped_before_validation)
         if at.stage == loops.EPOCH:
             if at.epochs > 0 and self.loaders.begin_anew:
                 self._say(BEGINS_ANEW)
@@ -180,13 +181,10 @@ class Resume:
         if self._run.holds_gradients() or (is_within_step and not self._module.automatic_optimization):
             self._say(HELD)
 
-    def _position(self) -> loops.Position:
-        return loops.position(self._trainer, self._has_stopped_before_validation)
-
     def _now(self) -> dict[str, Any]:
         """This rank's state. Its position is that of an open window's first batch."""
         trainer = self._trainer
-        at = self._position()
+        at = loops.position(self._trainer, self.has_stopped_before_validation)
         logged = lightning_internals.logging_step(trainer)
         if at.stage != loops.EPOCH and self.is_within_window:
             at = loops.Position(loops.BATCH, self._window_start(), at.epochs)

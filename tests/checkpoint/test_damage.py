@@ -22,9 +22,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import CheckpointError, NamedOptimizer
+from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.loading import load_any
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
 from tests.checkpoint.checkpoints import FORMS, AdamModule, are_equal, batches, files_of, fit, forms, save
 from tests.checkpoint.test_cli import CLASS, MODEL, Custom, Runs, refused, save_shards

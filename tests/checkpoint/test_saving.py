@@ -22,13 +22,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pytest_mock import MockerFixture
 from torch import Tensor
 
-from lightning_automodel.checkpoint import (
-    CheckpointError,
-    CheckpointSaver,
-    paths,
-    shard_directory,
-    single_file,
-)
+from lightning_automodel.checkpoint import CheckpointError, paths, shard_directory, single_file
+from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.options import StrategyOptions
