@@ -305,11 +305,7 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
     saved = checkpoint.get(key)
     if not isinstance(saved, dict):
         return
-    parts = [
-        name
-        for name, value in saved.items()
-        if any(isinstance(leaf, nn.Module) and is_sharded(leaf) for *_, leaf in leaves(value))
-    ]
+    parts = [name for name, value in saved.items() if isinstance(value, nn.Module) and is_sharded(value)]
     if parts:
         checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}
         rank_zero_warn(

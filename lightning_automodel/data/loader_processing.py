@@ -120,19 +120,19 @@ class LoaderProcessing:
         sampler = sampler_of_trainer(loader)
         seed = getattr(sampler, "seed", None)
         subset = None if sampler is None else subset_number(loader.dataset)
-        told = gather_objects((sized_len(loader), may_end_early(loader), seed, subset), self._group)
-        lengths: list[Any] = [length for length, *_ in told]
+        own = sized_len(loader), may_end_early(loader), seed, subset
+        lengths, may_end, seeds, subsets = zip(*gather_objects(own, self._group), strict=True)
         if sampler is not None:
-            if len({subset for *_, subset in told}) > 1:
+            if len(set(subsets)) > 1:
                 raise ValueError(
                     "Ranks have different subsets of the data, so that the Trainer's sampler would use"
                     " some samples twice, and others not at all. Split the data alike on all ranks:"
                     " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
                     " have a part of its own, pass Trainer(use_distributed_sampler=False)."
                 )
-            sampler.seed = told[0][2]
+            sampler.seed = seeds[0]
         is_known = None not in lengths
-        keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
+        keep_length = is_known and not any(may_end)
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
             return
         if not self._trainer.training:
@@ -148,7 +148,7 @@ class LoaderProcessing:
         tracked.uneven = PAD if pads else ERROR
         tracked.num_certain = min(lengths) if keep_length else 0
         if keep_length or (is_known and not pads):
-            tracked.rank_lengths = lengths
+            tracked.rank_lengths = list(lengths)
 
     def _against_padding(self, loader: Any) -> str | None:
         """Why a padding batch would affect results, or cannot work, and what to do; None if it can."""

@@ -31,8 +31,6 @@ from lightning_automodel.distributed.collectives import full, gather_objects
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_ORDERS, DIFFERENT_UNITS
 from lightning_automodel.internals import lightning as lightning_internals
 
-_TRAIN = "train"
-
 
 class UnevenInputs:
     """Runs the steps of ranks with unequal numbers of batches, whose loaders :class:`.LoaderProcessing` has made.
@@ -86,7 +84,12 @@ class UnevenInputs:
         value = apply_to_collection(value, DTensor, full)
         self._logging = name
         try:
-            if self._is_of_all_ranks or not self.is_training or "epoch" in fx or fx == "on_train_start":
+            if (
+                self._is_of_all_ranks
+                or not self._trainer.training
+                or "epoch" in fx
+                or fx == "on_train_start"
+            ):
                 log(fx, name, value, **options)
                 return
             log_batch = partial(log_neutral, log) if self.is_filler else log
@@ -143,7 +146,7 @@ class UnevenInputs:
 
     def num_with_data(self, group: dist.ProcessGroup) -> int:
         """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
-        if not (self._is_in_step and self.is_training):
+        if not (self._is_in_step and self._trainer.training):
             return group.size()
         handle = self._training_handle()
         if self._tracked is None or self._tracked.uneven == ERROR:
@@ -196,7 +199,7 @@ class UnevenInputs:
 
     def batch_comes(self) -> None:
         """A batch of the current stage is about to be used, before its hooks."""
-        self._has_evaluated = not self.is_training
+        self._has_evaluated = not self._trainer.training
 
     def take_evaluated(self) -> bool:
         """Whether batches have been evaluated since this was called last, or since an evaluation has ended."""
@@ -218,25 +221,24 @@ class UnevenInputs:
         ``first_peer`` have the same ``unit_order``; see :class:`.Engine`.
         """
         self._has_evaluated = False
-        loaders = self._trained_loaders if self.is_training else self._evaluated_loaders
+        loaders = self._trained_loaders if self._trainer.training else self._evaluated_loaders
         own = self._num_evaluated, self._reduced, drawn_order(loaders), (first_peer, unit_order)
-        told = gather_objects(own, self._group)
-        found = [number for number, *_ in told]
-        if len(set(found)) > 1:
+        evaluated, names, orders, units = zip(*gather_objects(own, self._group), strict=True)
+        if len(set(evaluated)) > 1:
             raise RuntimeError(
-                f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"
-                " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
+                f"The ranks have evaluated {list(evaluated)} batches, and results are of these alone: a hook or a data"
+                " set has raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
                 " iterator anew where it ends."
             )
-        if len({order for *_, order, _ in told}) > 1:
+        if len(set(orders)) > 1:
             raise RuntimeError(DIFFERENT_ORDERS)
-        if len({names for _, names, *_ in told}) > 1:
+        if len(set(names)) > 1:
             raise RuntimeError(
                 "Ranks have logged values with on_step=True and sync_dist=True under other names, or in another order,"
                 " so that values of several names were reduced together: log the same names on all ranks, or with"
                 " on_step=False, on_epoch=True, which reduces each over the ranks that have logged it, if all log some."
             )
-        if len({units for *_, units in told}) > len({first for *_, (first, _) in told}):
+        if len(set(units)) > len({first for first, _ in units}):
             raise RuntimeError(DIFFERENT_UNITS)
 
     def _begin_evaluated_batch(self, step: str, args: tuple[Any, ...]) -> None:
@@ -274,7 +276,7 @@ class UnevenInputs:
 
     def check_communication(self) -> None:
         """Raise RuntimeError, before user code communicates, if some ranks have ended and evaluate no batch."""
-        if self.is_training:
+        if self._trainer.training:
             return
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         ended: list[int] = []
@@ -311,7 +313,7 @@ class UnevenInputs:
             return
         self.check_communication()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        if self._is_in_step and self.is_training and not progress.is_last_batch:
+        if self._is_in_step and self._trainer.training and not progress.is_last_batch:
             return
         shapes = gather_objects(tuple(tensor.shape), self._group)
         if len(set(shapes)) > 1:
@@ -337,11 +339,5 @@ class UnevenInputs:
         return CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
 
     @property
-    def is_training(self) -> bool:
-        """Whether the current stage trains."""
-        return self._stage == _TRAIN
-
-    @property
     def _stage(self) -> str:
-        stage = self._trainer.state.stage
-        return (None if stage is None else stage.dataloader_prefix) or _TRAIN
+        return str(self._trainer.state.stage.dataloader_prefix)  # type: ignore[union-attr]

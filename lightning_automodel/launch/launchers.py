@@ -75,15 +75,16 @@ _started: dict[int, subprocess.Popen[bytes]] = {}
 
 def _find_ended() -> dict[int, str]:
     """Ranks whose processes have ended since the last call, and how."""
-    ended = [rank for rank, process in _started.items() if process.poll() is not None]
-    return {rank: _describe_exit(_started.pop(rank).returncode) for rank in ended}
-
-
-def _describe_exit(status: int) -> str:
-    """The exit status of a process in words; below 0, it is minus a signal."""
-    if status < 0:
-        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
-    return f"ended with exit status {status}"
+    ended: dict[int, str] = {}
+    for rank, process in list(_started.items()):
+        status = process.poll()
+        if status is None:
+            continue
+        del _started[rank]
+        ended[rank] = f"ended with exit status {status}"
+        if status < 0:
+            ended[rank] = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+    return ended
 
 
 def make_launcher(
