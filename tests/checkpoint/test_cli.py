@@ -11,8 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten
 
 from lightning_automodel.checkpoint.__main__ import main
@@ -131,15 +129,6 @@ def damage_weight(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(MODEL["model.weight"].numpy().tobytes()) + 7] ^= 1
     path.write_bytes(content)
-
-
-def test_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They tell how to make one file, of which torch's command makes one whose weights load."""
-    dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    told = refused(capsys, str(tmp_path / "plain"))
-    assert "it has no manifest.json: if another program has written it, let that write one file" in told
-    dcp_to_torch_save(tmp_path / "plain", tmp_path / "one.ckpt")
-    assert torch.load(tmp_path / "one.ckpt")["state_dict"].keys() == MODEL.keys()
 
 
 def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
