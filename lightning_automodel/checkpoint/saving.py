@@ -302,9 +302,7 @@ class CheckpointSaver:
 def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") -> None:
     """Leave out hyper-parameters that are parts of the sharded model, which the checkpoint holds. Not a collective."""
     key = module.CHECKPOINT_HYPER_PARAMS_KEY
-    saved = checkpoint.get(key)
-    if not isinstance(saved, dict):
-        return
+    saved = checkpoint.get(key, {})
     parts = [name for name, value in saved.items() if isinstance(value, nn.Module) and is_sharded(value)]
     if parts:
         checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}

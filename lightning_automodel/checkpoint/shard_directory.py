@@ -43,7 +43,6 @@ from lightning_automodel.checkpoint.single_file import (
 from lightning_automodel.checkpoint.tree import (
     MODEL,
     OPTIMIZERS,
-    STATES,
     Entry,
     TreePath,
     copied,
@@ -260,7 +259,7 @@ class ShardDirectory(FileSystemReader):
     def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
-        if key not in self._metadata.state_dict_metadata and path[0] not in STATES:
+        if key not in self._metadata.state_dict_metadata and path[0] not in (MODEL, OPTIMIZERS):
             return leaf  # without values, of somebody's own
         entry = leaf.as_subclass(Entry)
         entry.key = key

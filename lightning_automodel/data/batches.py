@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_automodel.distributed.collectives import broadcast_object
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -168,17 +169,16 @@ class TrackedLoader(Wrapper):
 
         By the Trainer in training, a collective over the group: another batch size may have been set since.
         """
-        if self.rank_lengths is not None and lightning_internals.is_trainer_drawing():
+        if not lightning_internals.is_trainer_drawing():
+            self.is_peeked = True
+            return iter(self._inner)
+        if self.rank_lengths is not None:
             lengths = PendingGather(self._group, len(self._inner)).received()
             self.rank_lengths = lengths.flatten().int().tolist()
             self.num_certain = min(self.num_certain, *self.rank_lengths)
         return self._iterate(iter(self._inner))
 
     def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if not lightning_internals.is_trainer_drawing():
-            self.is_peeked = True
-            yield from batches
-            return
         self.is_peeked = False
         self.num_begun = 0  # in evaluation, which begins anew
         if self.uneven != JOIN:
@@ -255,19 +255,15 @@ class TrackedLoader(Wrapper):
                 )
             if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                padding = self._make_padding(batch, handle.first_rank_with())
+                padding = None if handle.is_filler else batch
+                if (leader := handle.first_rank_with()) is not None:
+                    padding = broadcast_object(padding, leader, self._group)
+                padding = copy.deepcopy(padding)
             if handle.is_filler:
                 batch = copy.deepcopy(padding)
             elif self.count_tokens is not None and batch is not None:
                 handle.count = self.count_tokens(batch)
             yield handle, batch
-
-    def _make_padding(self, batch: Any, source: int | None) -> Any:
-        """A copy of an epoch's first ``batch``. A collective if some ranks have none: that of the ``source`` rank."""
-        shared = [None if batch is _END else batch]
-        if source is not None:
-            dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
-        return copy.deepcopy(shared[0])
 
 
 def without_evaluation_data(numbers: list[int]) -> str:

@@ -133,10 +133,9 @@ class TrainingLoaders:
         if not self._trainer.training:
             return
         loader = unwrap_loader(processed)
-        is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
             processed.window_start = self._window_start
-        elif is_of_torch and _goes_by_indices(loader) and _recorder(loader) is None:
+        elif _goes_by_indices(loader) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
             device = self._trainer.strategy.root_device
             self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
@@ -240,8 +239,10 @@ def _flat(loaders: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def _goes_by_indices(loader: DataLoader[Any]) -> bool:
+def _goes_by_indices(loader: Any) -> bool:
     """Whether a loader yields batches in the order of the indices that its sampler draws; workers may not wait."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
     is_in_order = getattr(loader, "in_order", True) or loader.num_workers < 2
     return is_in_order and not isinstance(loader.dataset, IterableDataset)
 

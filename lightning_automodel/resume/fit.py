@@ -4,6 +4,7 @@ A checkpoint is of the moment of its save. Gradients are not saved: of what is s
 window, the fit begins the window again.
 """
 
+import copy
 import pickle
 import zlib
 from collections.abc import Callable
@@ -302,7 +303,7 @@ def choose(
     """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
 
     ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
-    changed.
+    changed: all ranks get one state then, and within an epoch, used samples are counted as batches of these ranks.
     """
     # Each context peer has its own metrics; tensor-parallel peers have the same.
     is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
@@ -315,27 +316,18 @@ def choose(
         " each rank's random states, buffers and metrics of the epoch start afresh. Without a DistributedSampler,"
         " samples of this epoch may be left out or used twice."
     )
-    return carried_over(saved, sizes["data_parallel"])
-
-
-def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
-    """One state for every rank of the present world size, without what each rank has for itself.
-
-    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are
-    used again.
-    """
-    first = saved["ranks"][0]
-    loaders = []
+    # Without what each rank has for itself.
+    first = {**copy.deepcopy(ranks[0]), "random": None, "buffers": {}, "metrics": {}}
     for loader in first["loaders"]:
         kind, _, batch_size = loader["by"]
         if kind == dataloaders.STATE:
             kind = dataloaders.NOTHING  # refused within an epoch
-        carried = {**loader, "by": (kind, None, batch_size), "generators": [], "samplers": []}
-        carried.pop("state", None)
-        if "begun" in carried:
-            carried["begun"] = {}
-        loaders.append(carried)
-    at = dict(first["at"])
-    if at["stage"] != loops.EPOCH:
-        at["batches"] = at["batches"] * saved["sizes"]["data_parallel"] // data_parallel
-    return {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders, "at": at}
+        loader.update(by=(kind, None, batch_size), generators=[], samplers=[])
+        loader.pop("state", None)
+        if "begun" in loader:
+            loader["begun"] = {}
+    if first["at"]["stage"] != loops.EPOCH:
+        # Rounded down: a few samples are used again.
+        used = first["at"]["batches"] * saved["sizes"]["data_parallel"]
+        first["at"]["batches"] = used // sizes["data_parallel"]
+    return first
