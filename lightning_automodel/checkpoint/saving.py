@@ -303,7 +303,11 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
     """Leave out hyper-parameters that are parts of the sharded model, which the checkpoint holds. Not a collective."""
     key = module.CHECKPOINT_HYPER_PARAMS_KEY
     saved = checkpoint.get(key, {})
-    parts = [name for name, value in saved.items() if isinstance(value, nn.Module) and is_sharded(value)]
+    parts = [
+        name
+        for name, value in saved.items()
+        if any(isinstance(leaf, nn.Module) and is_sharded(leaf) for *_, leaf in leaves(value))
+    ]
     if parts:
         checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}
         rank_zero_warn(
