@@ -2,8 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ class UnevenInputs:
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._has_evaluated = False  # some batch, since `take_evaluated` was called last
-        self._is_of_all_ranks = False  # what is logged
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
@@ -84,12 +82,7 @@ class UnevenInputs:
         value = apply_to_collection(value, DTensor, full)
         self._logging = name
         try:
-            if (
-                self._is_of_all_ranks
-                or not self._trainer.training
-                or "epoch" in fx
-                or fx == "on_train_start"
-            ):
+            if not self._trainer.training or "epoch" in fx or fx == "on_train_start":
                 log(fx, name, value, **options)
                 return
             log_batch = partial(log_neutral, log) if self.is_filler else log
@@ -97,15 +90,6 @@ class UnevenInputs:
             self._run_in_step(partial(log_batch, fx, name, value, **options))
         finally:
             self._logging = ""
-
-    @contextmanager
-    def logging_of_all_ranks(self) -> Iterator[None]:
-        """Context in which values are logged that are of all ranks, whether or not this one has a padding batch."""
-        self._is_of_all_ranks = True
-        try:
-            yield
-        finally:
-            self._is_of_all_ranks = False
 
     def note_reduction(self) -> None:
         """Note the name of a value that is reduced as it is logged: :meth:`compare_ranks` compares them."""

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def _find_ended() -> dict[int, str]:
 
 def make_launcher(
     strategy: ParallelStrategy,
-    start_method: Literal["popen", "fork"],
+    start_method: str,
     num_processes: int,
     num_nodes: int,
     supervisor: Supervisor,

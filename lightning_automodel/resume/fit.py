@@ -7,7 +7,6 @@ window, the fit begins the window again.
 import copy
 import pickle
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -249,11 +248,47 @@ class Resume:
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None or "loops" not in checkpoint:
             return
-        own = choose(state, sizes, rank, self._trainer.world_size, self._say)
+        own = self._choose(state, sizes, rank)
         self._kept = own
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
+
+    def _choose(self, saved: dict[str, Any], sizes: dict[str, int], rank: int) -> dict[str, Any]:
+        """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
+
+        ``sizes`` are the present ranks along each dimension of the mesh. The user is told of a layout that changed: all
+        ranks get one state then, and within an epoch, used samples are counted as batches of these ranks.
+        """
+        # Each context peer has its own metrics; tensor-parallel peers have the same.
+        is_alike = all(
+            saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT)
+        )
+        ranks: list[dict[str, Any]] = saved["ranks"]
+        world_size = self._trainer.world_size
+        if is_alike and len(ranks) == world_size:
+            return ranks[rank]
+        self._say(
+            f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run"
+            f" has {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped,"
+            " and each rank's random states, buffers and metrics of the epoch start afresh. Without a"
+            " DistributedSampler, samples of this epoch may be left out or used twice."
+        )
+        # Without what each rank has for itself.
+        first = {**copy.deepcopy(ranks[0]), "random": None, "buffers": {}, "metrics": {}}
+        for loader in first["loaders"]:
+            kind, _, batch_size = loader["by"]
+            if kind == dataloaders.STATE:
+                kind = dataloaders.NOTHING  # refused within an epoch
+            loader.update(by=(kind, None, batch_size), generators=[], samplers=[])
+            loader.pop("state", None)
+            if "begun" in loader:
+                loader["begun"] = {}
+        if first["at"]["stage"] != loops.EPOCH:
+            # Rounded down: a few samples are used again.
+            used = first["at"]["batches"] * saved["sizes"]["data_parallel"]
+            first["at"]["batches"] = used // sizes["data_parallel"]
+        return first
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = loops.Position(**loaded["at"])
@@ -292,42 +327,3 @@ def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     progress = checkpoint["loops"]["fit_loop"]
     counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
     checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
-
-
-# --- Another number of ranks ------------------------------------------------------------------------
-
-
-def choose(
-    saved: dict[str, Any], sizes: dict[str, int], rank: int, world_size: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
-
-    ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
-    changed: all ranks get one state then, and within an epoch, used samples are counted as batches of these ranks.
-    """
-    # Each context peer has its own metrics; tensor-parallel peers have the same.
-    is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
-    ranks: list[dict[str, Any]] = saved["ranks"]
-    if is_alike and len(ranks) == world_size:
-        return ranks[rank]
-    say(
-        f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run has"
-        f" {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped, and"
-        " each rank's random states, buffers and metrics of the epoch start afresh. Without a DistributedSampler,"
-        " samples of this epoch may be left out or used twice."
-    )
-    # Without what each rank has for itself.
-    first = {**copy.deepcopy(ranks[0]), "random": None, "buffers": {}, "metrics": {}}
-    for loader in first["loaders"]:
-        kind, _, batch_size = loader["by"]
-        if kind == dataloaders.STATE:
-            kind = dataloaders.NOTHING  # refused within an epoch
-        loader.update(by=(kind, None, batch_size), generators=[], samplers=[])
-        loader.pop("state", None)
-        if "begun" in loader:
-            loader["begun"] = {}
-    if first["at"]["stage"] != loops.EPOCH:
-        # Rounded down: a few samples are used again.
-        used = first["at"]["batches"] * saved["sizes"]["data_parallel"]
-        first["at"]["batches"] = used // sizes["data_parallel"]
-    return first
