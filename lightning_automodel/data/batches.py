@@ -184,7 +184,7 @@ class TrackedLoader(Wrapper):
         if self.uneven != JOIN:
             self.num_begun = self.training_loop.epoch_loop.batch_progress.current.processed
         self._begun = NO_BATCH
-        source = self.source(batches, self.num_begun)
+        source = self.source(batches)
         self._source = source
         self._drawn = deque()
         self._handles = deque()
@@ -226,13 +226,10 @@ class TrackedLoader(Wrapper):
             return self._states[number]
         return copy.deepcopy(self._inner.state_dict())
 
-    def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
-        """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
-
-        ``used`` batches of the epoch were used before.
-        """
+    def source(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches of the Trainer's iteration with their handles. Padding or an error may follow the last one."""
         padding = None
-        for number in count(used):
+        for number in count(self.num_begun):
             if self.window_start is not None:
                 first = self.window_start()
                 kept = {at: state for at, state in self._states.items() if first <= at < number}

@@ -254,9 +254,10 @@ class UnevenInputs:
         if trainer.sanity_checking:
             limits = "num_sanity_val_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = loader.num_begun >= getattr(trainer, limits)[index] or not loader.draw_ahead(1)
-        self._next = BatchHandle(is_filler=True) if is_last else loader.draw_ahead(1)[0]
-        self._next.sent = PendingGather(self._group, not is_last)
+        self._next = BatchHandle(is_filler=True)
+        if loader.num_begun < getattr(trainer, limits)[index]:
+            self._next = next(iter(loader.draw_ahead(1)), self._next)
+        self._next.sent = PendingGather(self._group, not self._next.is_filler)
 
     def check_communication(self) -> None:
         """Raise RuntimeError, before user code communicates, if some ranks have ended and evaluate no batch."""

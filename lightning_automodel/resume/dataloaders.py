@@ -164,29 +164,29 @@ class TrainingLoaders:
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
-        return [self._position(tracked, at) for tracked in self._all()]
-
-    def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
-        loader = unwrap_loader(tracked)
-        found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
-        found["batch_sampler_epoch"] = getattr(samplers_of(loader)[0], "epoch", None)
-        if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
-            found["seed"] = sampler.seed
-        if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
-            return found
-        recorder = _recorder(loader)
-        if recorder is not None:
-            if recorder.begun is not None:
-                found["begun"] = recorder.begun
-            elif at.batches > 0:  # a shorter loader of a CombinedLoader has started over
-                found["by"] = _NO_POSITION
-        elif found["by"][0] == STATE:
-            validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
-            if tracked.is_peeked or any(other is loader for other in validated):
-                found["by"] = _NO_POSITION  # the state is that of the other iteration
-            else:
-                found["state"] = tracked.state_before(at.batches)
-        return found
+        positions = []
+        for tracked in self._all():
+            loader = unwrap_loader(tracked)
+            found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
+            found["batch_sampler_epoch"] = getattr(samplers_of(loader)[0], "epoch", None)
+            if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
+                found["seed"] = sampler.seed
+            positions.append(found)
+            if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
+                continue
+            recorder = _recorder(loader)
+            if recorder is not None:
+                if recorder.begun is not None:
+                    found["begun"] = recorder.begun
+                elif at.batches > 0:  # a shorter loader of a CombinedLoader has started over
+                    found["by"] = _NO_POSITION
+            elif found["by"][0] == STATE:
+                validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
+                if tracked.is_peeked or any(other is loader for other in validated):
+                    found["by"] = _NO_POSITION  # the state is that of the other iteration
+                else:
+                    found["state"] = tracked.state_before(at.batches)
+        return positions
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Prepare to resume; :meth:`iterate` does the rest."""
