@@ -968,7 +968,7 @@ class AutomodelStrategy(ParallelStrategy):
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         if self._resume is not None:
             self._advice.about_late_loading(self._module)
-            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name())
         self._loader.watch_loops()
         return checkpoint
 

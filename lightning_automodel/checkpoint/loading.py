@@ -214,9 +214,8 @@ def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | No
     is_path = isinstance(path_or_url, str | Path) and not str(path_or_url).startswith(
         ("http://", "https://")
     )
-    if not is_path or not paths.is_directory(paths.normalize(path_or_url)):
+    if not is_path or not paths.is_directory(path := paths.normalize(path_or_url)):
         return _load(path_or_url, map_location, weights_only)
-    path = paths.normalize(path_or_url)
     with on_this_rank(f"Cannot load {path}"):
         shards = ShardDirectory(path, weights_only)
     checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})

@@ -126,7 +126,6 @@ class TrackedLoader(Wrapper):
     ================  ==============================================================================
     """
 
-    uneven: str | None
     rank_lengths: list[int] | None
     num_certain: float
     _drawn: deque[Any]

@@ -297,8 +297,11 @@ class UnevenInputs:
         if group not in (None, dist.group.WORLD):
             return
         self.check_communication()
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        if self._is_in_step and self._trainer.training and not progress.is_last_batch:
+        if (
+            self._is_in_step
+            and self._trainer.training
+            and not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ):
             return
         shapes = gather_objects(tuple(tensor.shape), self._group)
         if len(set(shapes)) > 1:

@@ -137,8 +137,10 @@ class TrainingLoaders:
             processed.window_start = self._window_start
         elif _goes_by_indices(loader) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
-            device = self._trainer.strategy.root_device
-            self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
+            recorder = RecordingSampler(
+                loader, self._trainer.strategy.root_device, lambda: self._begins_at()
+            )
+            self._recorders.add(recorder)
 
     def _begins_at(self) -> int | None:
         """How many batches of the epoch were used, if the Trainer draws now to train."""
@@ -236,7 +238,7 @@ class TrainingLoaders:
 
 
 def _flat(loaders: Any) -> list[Any]:
-    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+    return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
 def _goes_by_indices(loader: Any) -> bool:

@@ -152,7 +152,13 @@ class Resume:
         own = self._kept or self._now()
         ranks = [own]
         if group is not None:
-            if difference := disagreement(_extra_states(checkpoint["state_dict"]), group):
+            extra_states = {
+                # Of numbers, since pickles of equal tensors differ.
+                name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
+                for name, value in checkpoint["state_dict"].items()
+                if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)
+            }
+            if difference := disagreement(extra_states, group):
                 raise ValueError(
                     "Extra states of modules (get_extra_state) differ between ranks, and a checkpoint would bring back"
                     f" rank 0's everywhere (by their checksums, {difference}): keep what differs in a buffer, of which"
@@ -212,9 +218,9 @@ class Resume:
             "flags": {name: flag for name, flag in flags.items() if flag != first.get(name, flag)},
             "own": self._run.state(),
             "seen": seen,
+            "random": rng.global_states(self._device),
         }
-        own = apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        return own | {"random": rng.global_states(self._device)}
+        return dict(apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
     def _reset_next(self, at: loops.Position) -> set[int]:
         """Ids of the metrics that Lightning resets before another batch updates them."""
@@ -226,9 +232,7 @@ class Resume:
             reset |= logged_values.logged_metrics(epoch_loop.val_loop)
         return reset
 
-    def load(
-        self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int
-    ) -> None:
+    def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int]) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
         ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads
@@ -248,14 +252,14 @@ class Resume:
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None or "loops" not in checkpoint:
             return
-        own = self._choose(state, sizes, rank)
+        own = self._choose(state, sizes)
         self._kept = own
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
 
-    def _choose(self, saved: dict[str, Any], sizes: dict[str, int], rank: int) -> dict[str, Any]:
-        """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
+    def _choose(self, saved: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+        """What this rank resumes from, of the states of all ranks that were ``saved``. Not a collective.
 
         ``sizes`` are the present ranks along each dimension of the mesh. The user is told of a layout that changed: all
         ranks get one state then, and within an epoch, used samples are counted as batches of these ranks.
@@ -267,7 +271,7 @@ class Resume:
         ranks: list[dict[str, Any]] = saved["ranks"]
         world_size = self._trainer.world_size
         if is_alike and len(ranks) == world_size:
-            return ranks[rank]
+            return ranks[self._trainer.global_rank]
         self._say(
             f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run"
             f" has {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped,"
@@ -312,18 +316,7 @@ class Resume:
                     generator.set_state(saved[name])
 
 
-def _extra_states(state: dict[str, Any]) -> dict[str, str]:
-    """A checksum of each extra state in a state dict, but for shards."""
-    return {
-        # Of numbers, since pickles of equal tensors differ.
-        name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
-        for name, value in state.items()
-        if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)
-    }
-
-
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
-    progress = checkpoint["loops"]["fit_loop"]
-    counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
-    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
+    saved = checkpoint["loops"]
+    saved["fit_loop"] = loops.counters_at(saved["fit_loop"], loops.Position(**own["at"]), own["logged"])

@@ -103,7 +103,7 @@ def finish_restart(
     def start_and_finish_batch(data_fetcher: Any) -> None:
         is_resuming = epoch_loop.restarting
         # In the first epoch set-up iterates, whether or not it has begun.
-        if is_resuming or (stage == EPOCH and trainer.current_epoch == 0):
+        if is_resuming or trainer.current_epoch == 0:
             iterate(data_fetcher)
         start(data_fetcher)
         if not is_resuming:

@@ -265,7 +265,7 @@ def test_another_format_is_refused() -> None:
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 7"
     ):
-        fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
+        fit.Resume.load(resume, {"format": 1}, {}, {})
 
 
 # --- Whatever stops a fit: an error, SIGTERM, a limit, a callback, dying ranks ----------------------------------------
