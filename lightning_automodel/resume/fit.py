@@ -155,7 +155,7 @@ class Resume:
             extra_states = {
                 # Of numbers, since pickles of equal tensors differ.
                 name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
-                for name, value in checkpoint["state_dict"].items()
+                for name, value in checkpoint.get("state_dict", {}).items()
                 if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)
             }
             if difference := disagreement(extra_states, group):
