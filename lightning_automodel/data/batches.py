@@ -116,6 +116,7 @@ class TrackedLoader(Wrapper):
     Attributes to set:
 
     ================  ==============================================================================
+    ``uneven``        ``ERROR``, ``PAD`` or ``JOIN``, as above; None at first
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
     ``num_certain``   as many batches have the loaders of all ranks for certain
     ``count_tokens``  counts the label tokens of a batch ahead
