@@ -52,7 +52,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel.advice import Advice, stop_iteration_error, summary
-from lightning_automodel.checkpoint import CheckpointLoader, CheckpointSaver, NamedOptimizer
+from lightning_automodel.checkpoint.loading import CheckpointLoader
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer
+from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.data.samplers import Ranks, check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.failures import RankFailedError
@@ -67,7 +69,7 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.releases import warn_untested
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.resume import CHECKPOINT_KEY, Resume
+from lightning_automodel.resume.fit import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.loops import is_last_batch
 from lightning_automodel.sharding import checks, meta_init, weight_averaging
 from lightning_automodel.training_run import TrainingRun
@@ -606,7 +608,7 @@ class AutomodelStrategy(ParallelStrategy):
             )
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
-        processed = self._run.inputs.process(dataloader)
+        processed = self._run.loaders.process(dataloader)
         if self._resume is not None:
             self._resume.loaders.take(processed)
         return processed
@@ -721,7 +723,7 @@ class AutomodelStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if trainer.received_sigterm and self._resume is not None:
             trainer.training = True  # Lightning saves, and leaves, as after a training step
-            self._resume.stop_before_validation()
+            self._resume.has_stopped_before_validation = True
             raise lightning_internals.SIGTERMException
 
     def clip_gradients(
@@ -928,11 +930,11 @@ class AutomodelStrategy(ParallelStrategy):
         if "optimizer_states" in checkpoint and resume is not None:
             resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks)
         if not is_together:
-            self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
+            self._saver.save_alone(checkpoint, filepath)
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._saver.save(checkpoint, module, filepath, self.checkpoint_io, storage_options, goes_on, ranks)
+        self._saver.save(checkpoint, module, filepath, storage_options, goes_on, ranks)
 
     def _meet_to_save(self) -> bool:
         """Whether all ranks save together; False if others have left after a failure. A collective.
@@ -966,7 +968,7 @@ class AutomodelStrategy(ParallelStrategy):
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         if self._resume is not None:
             self._advice.about_late_loading(self._module)
-            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
+            self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name())
         self._loader.watch_loops()
         return checkpoint
 
@@ -991,7 +993,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint. If a save in flight replaces it, it is removed once that save is on disk."""
-        self._saver.remove(filepath, self.checkpoint_io)
+        self._saver.remove(filepath)
 
     # --- Leaving ------------------------------------------------------------------------------------------------------
 

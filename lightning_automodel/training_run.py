@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.data.loader_processing import LoaderProcessing
 from lightning_automodel.data.metrics import synchronise_over
 from lightning_automodel.data.samplers import share_own_samplers
 from lightning_automodel.data.uneven_inputs import UnevenInputs
@@ -71,7 +72,8 @@ class TrainingRun:
         buffers: Those that ranks take from the first one; None if none are.
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
-        inputs: The data of ranks with unequal amounts.
+        loaders: Makes of each loader what this rank iterates.
+        inputs: The steps of ranks with unequal amounts of data.
         micro_batches: Runs training steps and backwards.
     """
 
@@ -201,11 +203,12 @@ class TrainingRun:
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
-        # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
+        # Lightning warns in `validate` and `test` that samples are repeated, which `LoaderProcessing` prevents.
         self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders")
-        self.inputs = UnevenInputs(
+        self.loaders = LoaderProcessing(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
+        self.inputs = UnevenInputs(module.trainer, host_group, ahead)
         lightning_internals.patch_samplers(module.trainer, share_own_samplers, self.patches)
         self.patches.set(Gathers, "check", self.inputs.check_communication)
         for results in logged_values.results_of(module.trainer):

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_automodel.callbacks.running_strategy import below_root
-from lightning_automodel.checkpoint import check_export, export_hugging_face
+from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 
 
 class ModelExport(Callback):

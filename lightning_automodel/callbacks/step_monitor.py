@@ -1,7 +1,6 @@
 """The callback that logs what each optimizer step did."""
 
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -73,10 +71,10 @@ class StepMonitor(Callback):
         step = trainer.global_step
         every = self._every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self._steps and every and step // every > self._logged_step // every:
-            self._log(trainer, pl_module, step)
+            self._log(trainer, step)
             self._begin_interval(step)
 
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the values, which waits for the device."""
         values = {"train/learning_rate": float(self._learning_rate)}
         report = _last_step(trainer)
@@ -91,12 +89,10 @@ class StepMonitor(Callback):
         # Through `pl_module.log` loggers would get only steps that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
-        run = run_of(trainer)
-        with nullcontext() if run is None else run.inputs.logging_of_all_ranks():
-            for name, value in values.items():
-                # On the host, since Lightning reads values of the progress bar in every batch.
-                on_host = torch.tensor(value, dtype=torch.float64)
-                pl_module.log(name, on_host, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        # Nor does it take what a rank logs for a padding batch, and these are of all ranks.
+        trainer.progress_bar_metrics.update(values)
+        for name, value in values.items():
+            trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
         self.history.append({"step": step, **values})
 
 

@@ -11,7 +11,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import describe
 from lightning_automodel.checkpoint.export import consolidate, export_hugging_face
 from lightning_automodel.checkpoint.shard_directory import open_checkpoint
-from lightning_automodel.resume import CHECKPOINT_KEY
+from lightning_automodel.resume.fit import CHECKPOINT_KEY
 
 _INSPECT_EXAMPLES = """the usual cases:
   inspect checkpoints/last.ckpt             what it holds, and whether any of it is missing or has changed

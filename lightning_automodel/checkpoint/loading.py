@@ -165,11 +165,8 @@ class CheckpointLoader:
             return []
         if OPTIMIZERS not in checkpoint:
             raise CheckpointError(
-                "it holds no states of optimizers: it was saved with save_weights_only=True, or it is a"
-                " directory of another program, of which weights alone are read (to go on from a run of"
-                " ModelParallelStrategy, let it write one file:"
-                " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
-                " directories alone); validate, test and predict can load it"
+                "it holds no states of optimizers: it was saved with save_weights_only=True, or another program has"
+                " made it of weights alone; validate, test and predict can load it"
             )
         states = [state for state in checkpoint[OPTIMIZERS] if state]
         if len(states) != len(self._named):
@@ -217,9 +214,8 @@ def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | No
     is_path = isinstance(path_or_url, str | Path) and not str(path_or_url).startswith(
         ("http://", "https://")
     )
-    if not is_path or not paths.is_directory(paths.normalize(path_or_url)):
+    if not is_path or not paths.is_directory(path := paths.normalize(path_or_url)):
         return _load(path_or_url, map_location, weights_only)
-    path = paths.normalize(path_or_url)
     with on_this_rank(f"Cannot load {path}"):
         shards = ShardDirectory(path, weights_only)
     checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})

@@ -13,7 +13,6 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 =========================================  ==================================================================
 """
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import PLAIN, TreePath, leaves, mapped, moved, whole
+from lightning_automodel.data.tensors import checksum
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.gradients.window_records import optimizer_parameters
@@ -108,15 +108,9 @@ def _digest(leaf: Any) -> str:
     """A digest of a leaf's value, if that must be equal on all ranks and can be compared."""
     if isinstance(leaf, PLAIN):
         return repr(leaf)
-    if (
-        not isinstance(leaf, Tensor)
-        or isinstance(leaf, DTensor)
-        or leaf.is_meta
-        or leaf.layout != torch.strided
-    ):
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.is_meta:
         return "not compared"
-    values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{list(leaf.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
+    return f"{list(leaf.shape)} with checksum {checksum(leaf)}"
 
 
 def _without_values(_: TreePath, leaf: Any) -> Any:

@@ -71,6 +71,7 @@ class CheckpointSaver:
         self.as_directory = bool(self._chosen)
         self._in_background = options.async_checkpoint
         self._timeout = options.parsed_timeout
+        self._plugin: CheckpointIO | None = None  # of the Trainer, if that is not Lightning's default
         # By id: tensors that Lightning has got. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._pending: Future[None] | None = None
@@ -84,11 +85,11 @@ class CheckpointSaver:
 
         ValueError if the user asked for directories, on which a plugin has no effect. Not a collective.
         """
-        is_plugin = type(io) is not TorchCheckpointIO
+        self._plugin = None if type(io) is TorchCheckpointIO else io
         if self._chosen is None:
             # A single rank has no use for a directory, and any program can read one file.
-            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
-        elif self._chosen and is_plugin:
+            self.as_directory = self.is_sharded and world_size > 1 and self._plugin is None
+        elif self._chosen and self._plugin is not None:
             raise ValueError(
                 "save_distributed_checkpoint=True writes directories of shards, on which"
                 f" {type(io).__name__} would have no effect: leave the plugin out, or pass"
@@ -130,7 +131,6 @@ class CheckpointSaver:
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
         path: str | Path,
-        io: CheckpointIO,
         storage_options: Any | None,
         goes_on: bool,
         group: dist.ProcessGroup | None,
@@ -149,7 +149,7 @@ class CheckpointSaver:
         self._keeps_older = False
         # Ranks may disagree: it may hold a time, or a version that is free.
         target = paths.normalize(collectives.broadcast_object(path, 0))
-        if storage_options is not None and type(io) is TorchCheckpointIO:
+        if storage_options is not None and self._plugin is None:
             raise TypeError(
                 f"storage_options ({storage_options!r}) would have no effect: configure fsspec"
                 " (fsspec.config.conf), or save one file with save_distributed_checkpoint=False and a"
@@ -169,9 +169,8 @@ class CheckpointSaver:
         else:
             if self.is_sharded:
                 checkpoint = whole(checkpoint, keep=group_rank() == 0)
-            write = single_file.prepare_file(
-                checkpoint, target, _file_saver(io, storage_options), in_background
-            )
+            save = self._file_saver(storage_options)
+            write = single_file.prepare_file(checkpoint, target, save, in_background)
         self._defers = goes_on
         self._background_path = ""
         if in_background:
@@ -223,7 +222,13 @@ class CheckpointSaver:
 
     # --- Beside saving ----------------------------------------------------------------------------
 
-    def save_alone(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO) -> None:
+    def _file_saver(self, storage_options: Any | None) -> Callable[[dict[str, Any], str], None]:
+        """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
+        if self._plugin is None:
+            return single_file.save_file
+        return partial(self._plugin.save_checkpoint, storage_options=storage_options)
+
+    def save_alone(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
 
         That of a sharded model is refused.
@@ -235,7 +240,7 @@ class CheckpointSaver:
         elif group_rank() == 0:
             target = paths.normalize(path)
             paths.prepare_place(target)
-            _file_saver(io, None)(checkpoint, target)
+            self._file_saver(None)(checkpoint, target)
 
     def refuse(self, path: str | Path, why: str) -> None:
         """Say why this process saves nothing. Not a collective.
@@ -248,11 +253,9 @@ class CheckpointSaver:
         self._keeps_older = True
         log.error(text)
 
-    def remove(self, path: str | Path, io: CheckpointIO) -> None:
+    def remove(self, path: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
-        remove = paths.remove
-        if type(io) is not TorchCheckpointIO:
-            remove = io.remove_checkpoint
+        remove = paths.remove if self._plugin is None else self._plugin.remove_checkpoint
         self._defer(len(self._deferred), partial(remove, paths.normalize(path)))
 
     def _link(self, path: str, link: str) -> None:
@@ -299,9 +302,7 @@ class CheckpointSaver:
 def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") -> None:
     """Leave out hyper-parameters that are parts of the sharded model, which the checkpoint holds. Not a collective."""
     key = module.CHECKPOINT_HYPER_PARAMS_KEY
-    saved = checkpoint.get(key)
-    if not isinstance(saved, dict):
-        return
+    saved = checkpoint.get(key, {})
     parts = [
         name
         for name, value in saved.items()
@@ -315,13 +316,6 @@ def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") 
             f" {', '.join(f'{name}={name}' for name in parts)}). Without this note:"
             f" self.save_hyperparameters(ignore={parts})."
         )
-
-
-def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict[str, Any], str], None]:
-    """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
-    if type(io) is TorchCheckpointIO:
-        return single_file.save_file
-    return partial(io.save_checkpoint, storage_options=storage_options)
 
 
 def _write_beside_training(

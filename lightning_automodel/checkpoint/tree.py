@@ -22,8 +22,6 @@ MODEL = "state_dict"
 OPTIMIZERS = "optimizer_states"
 """Key of the optimizers' states in a checkpoint."""
 
-STATES = (MODEL, OPTIMIZERS)
-
 TreePath = tuple[Any, ...]
 PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 

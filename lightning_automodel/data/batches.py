@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_automodel.distributed.collectives import broadcast_object
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -115,6 +116,7 @@ class TrackedLoader(Wrapper):
     Attributes to set:
 
     ================  ==============================================================================
+    ``uneven``        ``ERROR``, ``PAD`` or ``JOIN``, as above; None at first
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
     ``num_certain``   as many batches have the loaders of all ranks for certain
     ``count_tokens``  counts the label tokens of a batch ahead
@@ -131,12 +133,12 @@ class TrackedLoader(Wrapper):
     _handles: deque[BatchHandle]
     _states: dict[int, Any]
 
-    def __init__(self, loader: Any, group: Any, loop: Any, uneven: str | None = None) -> None:
+    def __init__(self, loader: Any, group: Any, loop: Any) -> None:
         super().__init__(
             loader,
-            uneven=uneven,
+            uneven=None,
             rank_lengths=None,
-            num_certain=0 if uneven in (ERROR, PAD) else inf,
+            num_certain=inf,
             count_tokens=None,
             window_start=None,
             is_peeked=False,
@@ -167,23 +169,22 @@ class TrackedLoader(Wrapper):
 
         By the Trainer in training, a collective over the group: another batch size may have been set since.
         """
-        if self.rank_lengths is not None and lightning_internals.is_trainer_drawing():
+        if not lightning_internals.is_trainer_drawing():
+            self.is_peeked = True
+            return iter(self._inner)
+        if self.rank_lengths is not None:
             lengths = PendingGather(self._group, len(self._inner)).received()
             self.rank_lengths = lengths.flatten().int().tolist()
             self.num_certain = min(self.num_certain, *self.rank_lengths)
         return self._iterate(iter(self._inner))
 
     def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if not lightning_internals.is_trainer_drawing():
-            self.is_peeked = True
-            yield from batches
-            return
         self.is_peeked = False
         self.num_begun = 0  # in evaluation, which begins anew
         if self.uneven != JOIN:
             self.num_begun = self.training_loop.epoch_loop.batch_progress.current.processed
         self._begun = NO_BATCH
-        source = self.source(batches, self.num_begun)
+        source = self.source(batches)
         self._source = source
         self._drawn = deque()
         self._handles = deque()
@@ -225,13 +226,10 @@ class TrackedLoader(Wrapper):
             return self._states[number]
         return copy.deepcopy(self._inner.state_dict())
 
-    def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
-        """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
-
-        ``used`` batches of the epoch were used before.
-        """
+    def source(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches of the Trainer's iteration with their handles. Padding or an error may follow the last one."""
         padding = None
-        for number in count(used):
+        for number in count(self.num_begun):
             if self.window_start is not None:
                 first = self.window_start()
                 kept = {at: state for at, state in self._states.items() if first <= at < number}
@@ -254,19 +252,15 @@ class TrackedLoader(Wrapper):
                 )
             if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                padding = self._make_padding(batch, handle.first_rank_with())
+                padding = None if handle.is_filler else batch
+                if (leader := handle.first_rank_with()) is not None:
+                    padding = broadcast_object(padding, leader, self._group)
+                padding = copy.deepcopy(padding)
             if handle.is_filler:
                 batch = copy.deepcopy(padding)
             elif self.count_tokens is not None and batch is not None:
                 handle.count = self.count_tokens(batch)
             yield handle, batch
-
-    def _make_padding(self, batch: Any, source: int | None) -> Any:
-        """A copy of an epoch's first ``batch``. A collective if some ranks have none: that of the ``source`` rank."""
-        shared = [None if batch is _END else batch]
-        if source is not None:
-            dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
-        return copy.deepcopy(shared[0])
 
 
 def without_evaluation_data(numbers: list[int]) -> str:

@@ -22,7 +22,6 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from lightning_automodel.data.batches import unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.torch import iterate_anew
 
@@ -129,7 +128,7 @@ def subset_number(dataset: Any) -> int:
 
 def distributed_sampler(loader: Any) -> Any:
     """The ``DistributedSampler`` by which ``loader`` repeats samples, so that all ranks have equally many, or None."""
-    sampler = innermost_sampler(unwrap_loader(loader))
+    sampler = innermost_sampler(loader)
     if isinstance(sampler, DistributedSampler) and num_repeated(sampler) > 0:
         return sampler
     return None

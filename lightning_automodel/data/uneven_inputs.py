@@ -1,216 +1,68 @@
-"""Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
+"""Steps of ranks whose data ends before another's: padding in training, joined steps in evaluation; and their logs."""
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.data.batches import (
     ERROR,
-    JOIN,
     NO_BATCH,
     PAD,
     BatchHandle,
     PendingGather,
     TrackedLoader,
-    is_stateful,
     ranks,
-    unwrap_loader,
-    without_evaluation_data,
 )
 from lightning_automodel.data.padding import ModuleState, log_neutral
-from lightning_automodel.data.samplers import (
-    Ranks,
-    distributed_sampler,
-    drawn_order,
-    keeps_its_length,
-    may_end_early,
-    repeats,
-    sampler_of_trainer,
-    sharing_out,
-    subset_number,
-)
+from lightning_automodel.data.samplers import drawn_order
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import full, gather_objects
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_ORDERS, DIFFERENT_UNITS
 from lightning_automodel.internals import lightning as lightning_internals
 
-_TRAIN = "train"
-
 
 class UnevenInputs:
-    """Synchronises ranks with unequal numbers of batches.
+    """Runs the steps of ranks with unequal numbers of batches, whose loaders :class:`.LoaderProcessing` has made.
 
-    ==============================================  =====================================================
-    loaders of the stage                            a rank whose data ends before another's
-    ==============================================  =====================================================
-    equally many batches                            there is none
-    training, the Trainer has put its sampler in    draws one padding batch (`TrackedLoader`)
-    training, other lengths or unknown ones         raises, or draws padding batches
-    evaluation and prediction                       joins the steps of others, without data
-    ==============================================  =====================================================
-
-    A loader or sampler with an ``__iter__`` of its own may end before its length. Only a rank whose data
-    ends waits for the other ranks' answers. If it raises, the others get its error when they next wait
-    for it. ``group`` is the host group of all ranks. ``uneven`` is ``ERROR`` or ``PAD``. With ``ahead``,
-    training loaders are counted ahead. ``say`` tells the user something, once.
+    ``group`` is the host group of all ranks. ``ahead`` counts windows, if they are counted ahead.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
         group: dist.ProcessGroup,
-        uneven: str,
         ahead: WindowAhead | None,
-        say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._group = group
-        self._pads = uneven == PAD
         self.ahead = ahead
-        self._say = say
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
-        self.order = 0  # a number of that which samplers have drawn for the epoch that trains
         self._before_padding: ModuleState | None = None
         self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after it
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._has_evaluated = False  # some batch, since `take_evaluated` was called last
-        self._is_of_all_ranks = False  # what is logged
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
-        self._trained_loaders: list[Any] = []  # one after the other
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
-
-    def process(self, loader: Any) -> Any:
-        """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
-
-        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even. Tracked, if ranks may have
-        unequally many batches, or if a training loader is counted ahead or has states to keep.
-        """
-        loader, pads = self._without_repeats(unwrap_loader(loader))
-        processed = self._compared(loader, pads)
-        if not self.is_training or (self.ahead is None and not is_stateful(loader)):
-            return processed
-        if processed is loader:
-            processed = TrackedLoader(loader, self._group, self._trainer.fit_loop)
-        if self.ahead is not None:
-            processed.count_tokens = self.ahead.count_batch
-        return processed
-
-    def _without_repeats(self, loader: Any) -> tuple[Any, bool]:
-        """A loader whose ``DistributedSampler`` repeats no samples, and whether a rank may pad where its data ends.
-
-        In training, a sampler or an ``__iter__`` of the user's still repeats samples, unless ranks may pad. With
-        ``drop_last``, an epoch ends with the last batch that is full on all ranks.
-        """
-        sampler = distributed_sampler(loader)
-        if sampler is None:
-            return loader, self._pads
-        total = len(sampler.dataset)
-        if not self.is_training:
-            return sharing_out(loader, sampler, total), False
-        ends_early = may_end_early(loader)
-        is_of_trainer = isinstance(sampler.num_replicas, Ranks)
-        if not self._pads and (ends_early or not is_of_trainer):
-            if is_of_trainer or keeps_its_length(sampler):
-                self._say(
-                    f"{repeats(sampler)}, which is not the Trainer's own, or over which an __iter__ of yours"
-                    " iterates: leave that out, or pass AutomodelStrategy(uneven_inputs='pad')."
-                )
-            return loader, False
-        if not is_of_trainer:
-            self._say(
-                f"{type(sampler).__name__} would repeat samples of the train data, so that the run uses a copy that"
-                " does not. What code sets on a loader or sampler that it holds has no effect: set it on"
-                " trainer.train_dataloader, its sampler or its batch_sampler."
-            )
-        # A loader's own drop_last is that of its batch sampler.
-        if not ends_early and getattr(loader.batch_sampler, "drop_last", False):
-            return sharing_out(loader, sampler, total - total % sampler.num_replicas), False
-        return sharing_out(loader, sampler, total), True
-
-    def _compared(self, loader: Any, pads: bool) -> Any:
-        """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches.
-
-        The Trainer's sampler then shares out one order of the same data on all ranks.
-        """
-        sampler = sampler_of_trainer(loader)
-        seed = getattr(sampler, "seed", None)
-        subset = None if sampler is None else subset_number(loader.dataset)
-        told = gather_objects((sized_len(loader), may_end_early(loader), seed, subset), self._group)
-        lengths: list[Any] = [length for length, *_ in told]
-        if sampler is not None:
-            if len({subset for *_, subset in told}) > 1:
-                raise ValueError(
-                    f"Ranks have different subsets of the {self._stage} data, so that the Trainer's sampler would use"
-                    " some samples twice, and others not at all. Split the data alike on all ranks:"
-                    " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each rank shall"
-                    " have a part of its own, pass Trainer(use_distributed_sampler=False)."
-                )
-            sampler.seed = told[0][2]
-        is_known = None not in lengths
-        keep_length = is_known and not any(ends_early for _, ends_early, *_ in told)
-        if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
-            return loader
-        if not self.is_training:
-            if empty := [rank for rank, length in enumerate(lengths) if length == 0]:
-                raise ValueError(without_evaluation_data(empty))
-            return TrackedLoader(loader, self._group, None, JOIN)
-        if pads and (problem := self._against_padding(loader)) is not None:
-            raise ValueError(
-                f"The data of some ranks ends before that of others, which take padding batches then: {problem}, or"
-                " give all ranks equally many batches, for example by drop_last=True."
-            )
-        tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop, PAD if pads else ERROR)
-        if keep_length:
-            tracked.num_certain = min(lengths)
-        if keep_length or (is_known and not pads):
-            tracked.rank_lengths = lengths
-        return tracked
-
-    def _against_padding(self, loader: Any) -> str | None:
-        """Why a padding batch would affect results, or cannot work, and what to do; None if it can."""
-        module = self._trainer.lightning_module
-        if lightning_internals.draws_its_batches(module.training_step):
-            return "training_step(dataloader_iter) draws its batches itself: let it take the batch"
-        if is_stateful(loader):
-            return f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
-        parts = self._trainer.limit_train_batches, self._trainer.val_check_interval
-        if may_end_early(loader) and any(isinstance(part, float) and part < 1 for part in parts):
-            return (
-                "limit_train_batches or val_check_interval is a part of the batches, and a stream, or a sampler or"
-                " an __iter__ of yours, may end before its length: pass a number of batches"
-            )
-        for submodule in module.modules():
-            if isinstance(submodule, nn.SyncBatchNorm):
-                return "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
-            if getattr(submodule, "dist_sync_on_step", False):
-                return (
-                    "a metric with dist_sync_on_step=True would gather padding batches: leave dist_sync_on_step"
-                    " out"
-                )
-        return None
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def _begin_loaders(self) -> None:
         """Called at the first batch of new training loaders, when it is known how many there are."""
-        loaders = CombinedLoader(self._loaders).flattened
-        self._trained_loaders = loaders
+        loaders = self._trained_loaders
         tracked = [loader for loader in loaders if isinstance(loader, TrackedLoader)]
         self._tracked = None
         if len(loaders) == len(tracked) == 1:
@@ -230,7 +82,7 @@ class UnevenInputs:
         value = apply_to_collection(value, DTensor, full)
         self._logging = name
         try:
-            if self._is_of_all_ranks or not self.is_training or "epoch" in fx or fx == "on_train_start":
+            if not self._trainer.training or "epoch" in fx or fx == "on_train_start":
                 log(fx, name, value, **options)
                 return
             log_batch = partial(log_neutral, log) if self.is_filler else log
@@ -238,15 +90,6 @@ class UnevenInputs:
             self._run_in_step(partial(log_batch, fx, name, value, **options))
         finally:
             self._logging = ""
-
-    @contextmanager
-    def logging_of_all_ranks(self) -> Iterator[None]:
-        """Context in which values are logged that are of all ranks, whether or not this one has a padding batch."""
-        self._is_of_all_ranks = True
-        try:
-            yield
-        finally:
-            self._is_of_all_ranks = False
 
     def note_reduction(self) -> None:
         """Note the name of a value that is reduced as it is logged: :meth:`compare_ranks` compares them."""
@@ -265,7 +108,6 @@ class UnevenInputs:
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
-        self.order = drawn_order(self._trained_loaders)
         if self.ahead is not None and self._tracked is not None:
             start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
@@ -288,7 +130,7 @@ class UnevenInputs:
 
     def num_with_data(self, group: dist.ProcessGroup) -> int:
         """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
-        if not (self._is_in_step and self.is_training):
+        if not (self._is_in_step and self._trainer.training):
             return group.size()
         handle = self._training_handle()
         if self._tracked is None or self._tracked.uneven == ERROR:
@@ -341,7 +183,7 @@ class UnevenInputs:
 
     def batch_comes(self) -> None:
         """A batch of the current stage is about to be used, before its hooks."""
-        self._has_evaluated = not self.is_training
+        self._has_evaluated = not self._trainer.training
 
     def take_evaluated(self) -> bool:
         """Whether batches have been evaluated since this was called last, or since an evaluation has ended."""
@@ -363,25 +205,24 @@ class UnevenInputs:
         ``first_peer`` have the same ``unit_order``; see :class:`.Engine`.
         """
         self._has_evaluated = False
-        loaders = self._trained_loaders if self.is_training else self._evaluated_loaders
+        loaders = self._trained_loaders if self._trainer.training else self._evaluated_loaders
         own = self._num_evaluated, self._reduced, drawn_order(loaders), (first_peer, unit_order)
-        told = gather_objects(own, self._group)
-        found = [number for number, *_ in told]
-        if len(set(found)) > 1:
+        evaluated, names, orders, units = zip(*gather_objects(own, self._group), strict=True)
+        if len(set(evaluated)) > 1:
             raise RuntimeError(
-                f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"
-                " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
+                f"The ranks have evaluated {list(evaluated)} batches, and results are of these alone: a hook or a data"
+                " set has raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
                 " iterator anew where it ends."
             )
-        if len({order for *_, order, _ in told}) > 1:
+        if len(set(orders)) > 1:
             raise RuntimeError(DIFFERENT_ORDERS)
-        if len({names for _, names, *_ in told}) > 1:
+        if len(set(names)) > 1:
             raise RuntimeError(
                 "Ranks have logged values with on_step=True and sync_dist=True under other names, or in another order,"
                 " so that values of several names were reduced together: log the same names on all ranks, or with"
                 " on_step=False, on_epoch=True, which reduces each over the ranks that have logged it, if all log some."
             )
-        if len({units for *_, units in told}) > len({first for *_, (first, _) in told}):
+        if len(set(units)) > len({first for first, _ in units}):
             raise RuntimeError(DIFFERENT_UNITS)
 
     def _begin_evaluated_batch(self, step: str, args: tuple[Any, ...]) -> None:
@@ -413,13 +254,14 @@ class UnevenInputs:
         if trainer.sanity_checking:
             limits = "num_sanity_val_batches"
         # Known once the next batch is drawn. A limit that is a part of the batches differs between ranks.
-        is_last = loader.num_begun >= getattr(trainer, limits)[index] or not loader.draw_ahead(1)
-        self._next = BatchHandle(is_filler=True) if is_last else loader.draw_ahead(1)[0]
-        self._next.sent = PendingGather(self._group, not is_last)
+        self._next = BatchHandle(is_filler=True)
+        if loader.num_begun < getattr(trainer, limits)[index]:
+            self._next = next(iter(loader.draw_ahead(1)), self._next)
+        self._next.sent = PendingGather(self._group, not self._next.is_filler)
 
     def check_communication(self) -> None:
         """Raise RuntimeError, before user code communicates, if some ranks have ended and evaluate no batch."""
-        if self.is_training:
+        if self._trainer.training:
             return
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         ended: list[int] = []
@@ -455,8 +297,11 @@ class UnevenInputs:
         if group not in (None, dist.group.WORLD):
             return
         self.check_communication()
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        if self._is_in_step and self.is_training and not progress.is_last_batch:
+        if (
+            self._is_in_step
+            and self._trainer.training
+            and not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ):
             return
         shapes = gather_objects(tuple(tensor.shape), self._group)
         if len(set(shapes)) > 1:
@@ -469,15 +314,18 @@ class UnevenInputs:
             )
 
     @property
+    def order(self) -> int:
+        """A number of what samplers have drawn for the epoch that trains, asked for where a window ends."""
+        return drawn_order(self._trained_loaders)
+
+    @property
+    def _trained_loaders(self) -> list[Any]:
+        return CombinedLoader(self._loaders).flattened
+
+    @property
     def _evaluated_loaders(self) -> list[Any]:
         return CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
 
     @property
-    def is_training(self) -> bool:
-        """Whether the current stage trains."""
-        return self._stage == _TRAIN
-
-    @property
     def _stage(self) -> str:
-        stage = self._trainer.state.stage
-        return (None if stage is None else stage.dataloader_prefix) or _TRAIN
+        return str(self._trainer.state.stage.dataloader_prefix)  # type: ignore[union-attr]

@@ -40,11 +40,9 @@ class WindowAhead:
         This then starts a collective over the group, without waiting for it: windows of all ranks begin
         together.
         """
-        if handle not in self._window:
-            self._begin_window(tracked, handle)
         self.count = handle.count or 0
-
-    def _begin_window(self, tracked: TrackedLoader, handle: BatchHandle) -> None:
+        if handle in self._window:
+            return
         trainer = self._trainer
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches

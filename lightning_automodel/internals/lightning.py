@@ -129,11 +129,6 @@ def tell_sigterm(trainer: Trainer) -> None:
     overwrite(trainer._signal_connector, "received_sigterm", True)
 
 
-def begin_training_data(trainer: Trainer) -> None:
-    """Iterate the training loaders anew: Lightning has done it in set-up, before they got their positions."""
-    iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-
-
 def is_trainer_drawing() -> bool:
     """Whether a loop of the Trainer iterates a loader now, rather than other code: whose call is the innermost.
 

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -75,20 +75,21 @@ _started: dict[int, subprocess.Popen[bytes]] = {}
 
 def _find_ended() -> dict[int, str]:
     """Ranks whose processes have ended since the last call, and how."""
-    ended = [rank for rank, process in _started.items() if process.poll() is not None]
-    return {rank: _describe_exit(_started.pop(rank).returncode) for rank in ended}
-
-
-def _describe_exit(status: int) -> str:
-    """The exit status of a process in words; below 0, it is minus a signal."""
-    if status < 0:
-        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
-    return f"ended with exit status {status}"
+    ended: dict[int, str] = {}
+    for rank, process in list(_started.items()):
+        status = process.poll()
+        if status is None:
+            continue
+        del _started[rank]
+        ended[rank] = f"ended with exit status {status}"
+        if status < 0:
+            ended[rank] = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+    return ended
 
 
 def make_launcher(
     strategy: ParallelStrategy,
-    start_method: Literal["popen", "fork"],
+    start_method: str,
     num_processes: int,
     num_nodes: int,
     supervisor: Supervisor,

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel.data.batches import Wrapper, is_stateful, unwrap_loader
@@ -40,11 +41,12 @@ class RecordingSampler(Wrapper):
     Its other attributes are those of the sampler that it replaces, to read and to set.
 
     Attributes:
-        iteration: Of the Trainer's newest iteration the random states before its first index, None of another
-            world size, and how many batches of the epoch were used before it. To repeat one, set it, and
+        begun: The random states before the epoch's first index, none of another world size. None if the Trainer has
+            not iterated, or begun again within the epoch. To repeat an iteration, set it, and
         skipped: how many of its indices to leave out.
     """
 
+    begun: dict[str, Any] | None
     skipped: int | None
 
     def __init__(
@@ -53,7 +55,7 @@ class RecordingSampler(Wrapper):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         super().__init__(
             getattr(loader, name),
-            iteration=None,
+            begun=None,
             skipped=None,
             _loader=weakref.ref(loader),  # or its workers would live until Python's collector comes
             _device=device,
@@ -86,15 +88,14 @@ class RecordingSampler(Wrapper):
         if skipped == begins_at:
             yield from self._replay(begins_at)
             return
-        self.iteration = self._states(), begins_at
+        self.begun = None if begins_at > 0 else self._states()
         yield from self._inner
 
     def _replay(self, num_skipped: int) -> Iterator[Any]:
-        begun, _ = self.iteration
-        if begun is None:
+        if not self.begun:
             return islice(self._inner, num_skipped, None)
         now = self._states()
-        self._set_states(begun)
+        self._set_states(self.begun)
         indices = iter(self._inner)
         # At least one under the states of that time, since samplers draw their order with the first index.
         head = list(islice(indices, max(num_skipped, 1)))
@@ -132,13 +133,14 @@ class TrainingLoaders:
         if not self._trainer.training:
             return
         loader = unwrap_loader(processed)
-        is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
             processed.window_start = self._window_start
-        elif is_of_torch and _goes_by_indices(loader) and _recorder(loader) is None:
+        elif _goes_by_indices(loader) and _recorder(loader) is None:
             # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
-            device = self._trainer.strategy.root_device
-            self._recorders.add(RecordingSampler(loader, device, lambda: self._begins_at()))
+            recorder = RecordingSampler(
+                loader, self._trainer.strategy.root_device, lambda: self._begins_at()
+            )
+            self._recorders.add(recorder)
 
     def _begins_at(self) -> int | None:
         """How many batches of the epoch were used, if the Trainer draws now to train."""
@@ -164,48 +166,51 @@ class TrainingLoaders:
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
-        return [self._position(tracked, at) for tracked in self._all()]
-
-    def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
-        loader = unwrap_loader(tracked)
-        found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
-        found["batch_sampler_epoch"] = getattr(samplers_of(loader)[0], "epoch", None)
-        if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
-            found["seed"] = sampler.seed
-        if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
-            return found
-        recorder = _recorder(loader)
-        if recorder is not None:
-            begun = at.batches
-            if recorder.iteration is not None:
-                found["iteration"] = recorder.iteration
-                begun = recorder.iteration[1]
-            if begun > 0:  # a shorter loader of a CombinedLoader has started over
-                found["by"] = _NO_POSITION
-        elif found["by"][0] == STATE:
-            validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
-            if tracked.is_peeked or any(other is loader for other in validated):
-                found["by"] = _NO_POSITION  # the state is that of the other iteration
-            else:
-                found["state"] = tracked.state_before(at.batches)
-        return found
+        positions = []
+        for tracked in self._all():
+            loader = unwrap_loader(tracked)
+            found: dict[str, Any] = {"by": _identity(loader), **rng.own_states(loader)}
+            found["batch_sampler_epoch"] = getattr(samplers_of(loader)[0], "epoch", None)
+            if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
+                found["seed"] = sampler.seed
+            positions.append(found)
+            if not at.is_iterated:  # between epochs a loader is at the end of one, and starts over
+                continue
+            recorder = _recorder(loader)
+            if recorder is not None:
+                if recorder.begun is not None:
+                    found["begun"] = recorder.begun
+                elif at.batches > 0:  # a shorter loader of a CombinedLoader has started over
+                    found["by"] = _NO_POSITION
+            elif found["by"][0] == STATE:
+                validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
+                if tracked.is_peeked or any(other is loader for other in validated):
+                    found["by"] = _NO_POSITION  # the state is that of the other iteration
+                else:
+                    found["state"] = tracked.state_before(at.batches)
+        return positions
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
-        """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
+        """Prepare to resume; :meth:`iterate` does the rest."""
         loaders = list(map(unwrap_loader, self._all()))
         if at.stage != loops.EPOCH:
             self._check_same(loaders, positions)
-        pairs = list(zip(loaders, positions, strict=False))
-        for loader, position in pairs:
+        for loader, position in zip(loaders, positions, strict=False):
             _restore_position(at, loader, position)
-        if at.is_iterated and positions:
-            lightning_internals.begin_training_data(self._trainer)
-        for loader, position in pairs:
-            # Workers have drawn by now, under the state of the sampler that this has left. Without them
-            # it is set when indices are drawn, perhaps not in this epoch.
-            has_drawn = is_stateful(loader) or getattr(loader, "num_workers", 0) > 0
-            samplers = [] if at.is_iterated and has_drawn else position["samplers"]
+            # A loader with a state restores its samplers itself.
+            samplers = [] if at.is_iterated and is_stateful(loader) else position["samplers"]
             rng.set_own_states(loader, {**position, "samplers": samplers})
+
+    def iterate(self, data_fetcher: Any) -> None:
+        """Iterate the loaders again: Lightning has done it in set-up, before they got their positions.
+
+        Random states stay, but for those of samplers, from which workers have drawn.
+        """
+        before = [(loader, rng.own_states(loader)) for loader in map(unwrap_loader, self._all())]
+        with isolate_rng():
+            iter(data_fetcher)
+        for loader, states in before:
+            rng.set_own_states(loader, {**states, "samplers": []})
 
     @staticmethod
     def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
@@ -233,11 +238,13 @@ class TrainingLoaders:
 
 
 def _flat(loaders: Any) -> list[Any]:
-    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+    return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
-def _goes_by_indices(loader: DataLoader[Any]) -> bool:
+def _goes_by_indices(loader: Any) -> bool:
     """Whether a loader yields batches in the order of the indices that its sampler draws; workers may not wait."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
     is_in_order = getattr(loader, "in_order", True) or loader.num_workers < 2
     return is_in_order and not isinstance(loader.dataset, IterableDataset)
 
@@ -264,18 +271,15 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
         # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
         sampler.seed = position["seed"]
     if at.is_iterated:
-        batch_sampler, *samplers = samplers_of(loader)
-        for owner in samplers:
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(at.epochs)
-        # Lightning sets that of none: user code may, and to what it likes.
+        batch_sampler, *_ = samplers_of(loader)
+        # Lightning sets the epoch of samplers alone: user code may, and to what it likes.
         epoch = position.get("batch_sampler_epoch")
         if isinstance(epoch, int) and hasattr(batch_sampler, "set_epoch"):
             batch_sampler.set_epoch(epoch)
     if "state" in position and is_stateful(loader):
         loader.load_state_dict(position["state"])
-    if "iteration" in position and (recorder := _recorder(loader)) is not None:
-        recorder.iteration = position["iteration"]
+    if "begun" in position and (recorder := _recorder(loader)) is not None:
+        recorder.begun = position["begun"]
         recorder.skipped = at.batches
 
 

@@ -4,21 +4,23 @@ A checkpoint is of the moment of its save. Gradients are not saved: of what is s
 window, the fit begins the window again.
 """
 
+import copy
 import pickle
-from collections.abc import Callable
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.collectives import disagreement, gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import EXTRA_STATE
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 from lightning_automodel.sharding import weight_averaging
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_automodel.training_run import TrainingRun
 
 CHECKPOINT_KEY = "lightning_automodel"
-FORMAT = 6
+FORMAT = 7
 
 REPEATS = (
     "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins again:"
@@ -63,6 +65,11 @@ class Resume:
 
     ``run`` trains the module, and ``patches`` last as long as the fit.
 
+    Attributes:
+        loaders: The training loaders.
+        has_stopped_before_validation: Whether the fit has stopped after a batch, before a validation that is due: a
+            resumed run begins with it.
+
     ====================================  ================  ===============================================
     the fit                               ``_has_started``  ``_kept``
     ====================================  ================  ===============================================
@@ -90,7 +97,7 @@ class Resume:
         # What saves hold in place of the present: what waits for the start of training, or where the fit ended.
         self._kept: dict[str, Any] | None = None
         self._has_started = False
-        self._has_stopped_before_validation = False
+        self.has_stopped_before_validation = False
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -124,10 +131,6 @@ class Resume:
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer) + 1
 
-    def stop_before_validation(self) -> None:
-        """The fit stops after a batch, before a validation that is due: a resumed run begins with it."""
-        self._has_stopped_before_validation = True
-
     def close(self) -> None:
         """The fit is over: :meth:`add_to` adds from now on where it ended."""
         if self._has_started:
@@ -143,17 +146,25 @@ class Resume:
         """Add the state of every rank to a checkpoint, whose counters become those to go on from.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
-        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh. The state dict of
-        the checkpoint holds rank 0's extra states, here are those of each rank if some differ.
+        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh. Raises ValueError, on every
+        rank, if extra states differ: the state dict of the checkpoint holds rank 0's.
         """
-        own = {**(self._kept or self._now()), "extra_states": snapshot.extra_states(self._module)}
+        own = self._kept or self._now()
         ranks = [own]
         if group is not None:
+            extra_states = {
+                # Of numbers, since pickles of equal tensors differ.
+                name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
+                for name, value in checkpoint.get("state_dict", {}).items()
+                if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)
+            }
+            if difference := disagreement(extra_states, group):
+                raise ValueError(
+                    "Extra states of modules (get_extra_state) differ between ranks, and a checkpoint would bring back"
+                    f" rank 0's everywhere (by their checksums, {difference}): keep what differs in a buffer, of which"
+                    " each rank gets its own back, or let get_extra_state return what all ranks have in common."
+                )
             ranks = gather_objects(own, group)
-        # Numbers, since pickles of equal tensors differ.
-        numbers = [apply_to_collection(rank["extra_states"], Tensor, Tensor.tolist) for rank in ranks]
-        if len(set(map(pickle.dumps, numbers))) == 1:
-            ranks = [{**rank, "extra_states": {}} for rank in ranks]
         # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
         if "loops" in checkpoint:
             self._remark(own)
@@ -162,7 +173,7 @@ class Resume:
 
     def _remark(self, own: dict[str, Any]) -> None:
         """Tell what a run that resumes from ``own`` state does not repeat exactly, or cannot do."""
-        at = self._position()
+        at = loops.position(self._trainer, self.has_stopped_before_validation)
         if at.stage == loops.EPOCH:
             if at.epochs > 0 and self.loaders.begin_anew:
                 self._say(BEGINS_ANEW)
@@ -176,13 +187,10 @@ class Resume:
         if self._run.holds_gradients() or (is_within_step and not self._module.automatic_optimization):
             self._say(HELD)
 
-    def _position(self) -> loops.Position:
-        return loops.position(self._trainer, self._has_stopped_before_validation)
-
     def _now(self) -> dict[str, Any]:
         """This rank's state. Its position is that of an open window's first batch."""
         trainer = self._trainer
-        at = self._position()
+        at = loops.position(self._trainer, self.has_stopped_before_validation)
         logged = lightning_internals.logging_step(trainer)
         if at.stage != loops.EPOCH and self.is_within_window:
             at = loops.Position(loops.BATCH, self._window_start(), at.epochs)
@@ -210,9 +218,9 @@ class Resume:
             "flags": {name: flag for name, flag in flags.items() if flag != first.get(name, flag)},
             "own": self._run.state(),
             "seen": seen,
+            "random": rng.global_states(self._device),
         }
-        own = apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        return own | {"random": rng.global_states(self._device)}
+        return dict(apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
     def _reset_next(self, at: loops.Position) -> set[int]:
         """Ids of the metrics that Lightning resets before another batch updates them."""
@@ -224,9 +232,7 @@ class Resume:
             reset |= logged_values.logged_metrics(epoch_loop.val_loop)
         return reset
 
-    def load(
-        self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int
-    ) -> None:
+    def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int]) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
         ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads
@@ -246,17 +252,47 @@ class Resume:
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None or "loops" not in checkpoint:
             return
-        own = choose(state, sizes, rank, self._trainer.world_size, self._say)
-        extra_states = own["extra_states"]
-        model_state = checkpoint["state_dict"]
-        for name in list(model_state):
-            plain = torch_internals.without_wrappers(name)  # an average's entries may have wrappers
-            if plain in extra_states:
-                model_state[name] = extra_states[plain]
+        own = self._choose(state, sizes)
         self._kept = own
         _set_counters(checkpoint, own)
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
+
+    def _choose(self, saved: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+        """What this rank resumes from, of the states of all ranks that were ``saved``. Not a collective.
+
+        ``sizes`` are the present ranks along each dimension of the mesh. The user is told of a layout that changed: all
+        ranks get one state then, and within an epoch, used samples are counted as batches of these ranks.
+        """
+        # Each context peer has its own metrics; tensor-parallel peers have the same.
+        is_alike = all(
+            saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT)
+        )
+        ranks: list[dict[str, Any]] = saved["ranks"]
+        world_size = self._trainer.world_size
+        if is_alike and len(ranks) == world_size:
+            return ranks[self._trainer.global_rank]
+        self._say(
+            f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run"
+            f" has {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped,"
+            " and each rank's random states, buffers and metrics of the epoch start afresh. Without a"
+            " DistributedSampler, samples of this epoch may be left out or used twice."
+        )
+        # Without what each rank has for itself.
+        first = {**copy.deepcopy(ranks[0]), "random": None, "buffers": {}, "metrics": {}}
+        for loader in first["loaders"]:
+            kind, _, batch_size = loader["by"]
+            if kind == dataloaders.STATE:
+                kind = dataloaders.NOTHING  # refused within an epoch
+            loader.update(by=(kind, None, batch_size), generators=[], samplers=[])
+            loader.pop("state", None)
+            if "begun" in loader:
+                loader["begun"] = {}
+        if first["at"]["stage"] != loops.EPOCH:
+            # Rounded down: a few samples are used again.
+            used = first["at"]["batches"] * saved["sizes"]["data_parallel"]
+            first["at"]["batches"] = used // sizes["data_parallel"]
+        return first
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = loops.Position(**loaded["at"])
@@ -271,7 +307,7 @@ class Resume:
         self._run.load_state(loaded["own"])
         if at.is_epoch_ending:
             loops.step_plateau_schedulers(self._trainer)
-        loops.finish_restart(self._trainer, at.stage, self._patches)
+        loops.finish_restart(self._trainer, at.stage, self.loaders.iterate, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
             rng.set_global_states(loaded["random"], self._device)
             saved = loaded["generators"]
@@ -282,61 +318,5 @@ class Resume:
 
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
-    progress = checkpoint["loops"]["fit_loop"]
-    counters = loops.counters_at(progress, loops.Position(**own["at"]), own["logged"])
-    checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
-
-
-# --- Another number of ranks ------------------------------------------------------------------------
-
-
-def choose(
-    saved: dict[str, Any], sizes: dict[str, int], rank: int, world_size: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
-
-    ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
-    changed. Raises ValueError if a checkpoint whose extra states differ between ranks was saved in another
-    layout.
-    """
-    # Each context peer has its own metrics; tensor-parallel peers have the same.
-    is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
-    ranks: list[dict[str, Any]] = saved["ranks"]
-    if is_alike and len(ranks) == world_size:
-        return ranks[rank]
-    if ranks[0]["extra_states"]:
-        raise ValueError(
-            f"Extra states of modules (get_extra_state) differed between the {len(ranks)} ranks that saved the"
-            f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"
-            " (load_from_checkpoint)."
-        )
-    say(
-        f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run has"
-        f" {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped, and"
-        " each rank's random states, buffers and metrics of the epoch start afresh. Without a DistributedSampler,"
-        " samples of this epoch may be left out or used twice."
-    )
-    return carried_over(saved, sizes["data_parallel"])
-
-
-def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
-    """One state for every rank of the present world size, without what each rank has for itself.
-
-    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are
-    used again.
-    """
-    first = saved["ranks"][0]
-    loaders = []
-    for loader in first["loaders"]:
-        kind, _, batch_size = loader["by"]
-        if kind == dataloaders.STATE:
-            kind = dataloaders.NOTHING  # refused within an epoch
-        carried = {**loader, "by": (kind, None, batch_size), "generators": [], "samplers": []}
-        carried.pop("state", None)
-        if "iteration" in carried:
-            carried["iteration"] = (None, 0)
-        loaders.append(carried)
-    at = dict(first["at"])
-    if at["stage"] != loops.EPOCH:
-        at["batches"] = at["batches"] * saved["sizes"]["data_parallel"] // data_parallel
-    return {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders, "at": at}
+    saved = checkpoint["loops"]
+    saved["fit_loop"] = loops.counters_at(saved["fit_loop"], loops.Position(**own["at"]), own["logged"])

@@ -6,6 +6,7 @@ leave nothing to guess.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,22 +89,22 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     return counters
 
 
-def finish_restart(trainer: "pl.Trainer", stage: str, patches: PatchStack) -> None:
-    """In ``on_train_start``, let the loops go on at ``stage``, rather than where they guess that they were stopped."""
+def finish_restart(
+    trainer: "pl.Trainer", stage: str, iterate: Callable[[Any], None], patches: PatchStack
+) -> None:
+    """In ``on_train_start``, let the loops go on at ``stage``, rather than where they guess that they were stopped.
+
+    ``iterate`` iterates the epoch's loaders again.
+    """
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    if stage == EPOCH:
-        fit_loop.on_iteration_done()
-        epoch_loop.restarting = False
-        return
-    # The loop itself is not restarted, or it would skip schedulers at the epoch's end. Its children are, and
-    # keep their counters.
-    fit_loop.restarting = False
-    epoch_loop.restarting = True
     start = epoch_loop.on_run_start
 
     def start_and_finish_batch(data_fetcher: Any) -> None:
         is_resuming = epoch_loop.restarting
+        # In the first epoch set-up iterates, whether or not it has begun.
+        if is_resuming or trainer.current_epoch == 0:
+            iterate(data_fetcher)
         start(data_fetcher)
         if not is_resuming:
             return
@@ -122,6 +123,14 @@ def finish_restart(trainer: "pl.Trainer", stage: str, patches: PatchStack) -> No
             epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     patches.set(epoch_loop, "on_run_start", start_and_finish_batch)
+    if stage == EPOCH:
+        fit_loop.on_iteration_done()
+        epoch_loop.restarting = False
+        return
+    # The loop itself is not restarted, or it would skip schedulers at the epoch's end. Its children are, and
+    # keep their counters.
+    fit_loop.restarting = False
+    epoch_loop.restarting = True
 
 
 def step_plateau_schedulers(trainer: "pl.Trainer") -> None:

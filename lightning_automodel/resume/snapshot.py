@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import metrics as metrics_internals
-from lightning_automodel.internals.torch import EXTRA_STATE, parameters_of, without_wrappers
+from lightning_automodel.internals.torch import parameters_of
 from lightning_automodel.sharding import weight_averaging
 
 Buffers = dict[tuple[str, ...], Tensor | None]
@@ -69,17 +69,6 @@ def unsaved_buffers(module: "pl.LightningModule", first: Buffers, holds_averages
     return changed | {
         names: value for names, value in now.items() if not _are_equal(value, first.get(names))
     }
-
-
-def extra_states(module: "pl.LightningModule") -> dict[str, Any]:
-    """What modules return from ``get_extra_state``, in host memory, but for shards, which a checkpoint holds."""
-    states = {
-        without_wrappers(name): state
-        for name, state in module.state_dict().items()
-        if name.endswith(EXTRA_STATE) and not isinstance(state, DTensor)
-    }
-    held: dict[str, Any] = move_data_to_device(states, "cpu")
-    return held
 
 
 def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[str, Any]]:

@@ -16,19 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pytest_mock import MockerFixture
 from torch import Tensor
 
-from lightning_automodel.checkpoint import (
-    CheckpointError,
-    CheckpointSaver,
-    paths,
-    shard_directory,
-    single_file,
-)
+from lightning_automodel.checkpoint import CheckpointError, paths, shard_directory, single_file
+from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.options import StrategyOptions
@@ -325,7 +319,7 @@ def test_a_removal_that_fails(
 def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     """After a failure, a replicated model can be saved where nothing was saved before."""
     saver = CheckpointSaver(StrategyOptions(data_parallel="ddp", save_distributed_checkpoint=False))
-    saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
+    saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt")
     assert (tmp_path / "new" / "last.ckpt").exists()
 
 

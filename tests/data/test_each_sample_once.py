@@ -529,7 +529,7 @@ def test_orders_that_differ_are_refused(pool2: RankPool, stage: str) -> None:
 
 
 def test_subsets_that_differ_are_refused(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match=r"different subsets of the train data.*generator="):
+    with pytest.raises(RankError, match=r"different subsets of the data.*generator="):
         pool2.run(_fit_by_own_numbers, "subset")
 
 

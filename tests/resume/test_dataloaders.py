@@ -212,7 +212,7 @@ def test_indices_drawn_one_by_one_on_other_ranks() -> None:
     random.seed(3)
     expected = list(loader.sampler)[2:]
     recorder = RecordingSampler(loader, torch.device("cpu"), lambda: 2)
-    recorder.iteration = (None, 0)
+    recorder.begun = {}
     recorder.skipped = 2
     random.seed(3)
     assert list(loader.sampler) == expected

@@ -148,8 +148,8 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
     assert list(state) == ["format", "sizes", "ranks"]
     # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError.
-    parts = "at buffers extra_states flags generators loaders logged metrics own random seen"
-    assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (6, parts)
+    parts = "at buffers flags generators loaders logged metrics own random seen"
+    assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (7, parts)
     assert sorted(state["ranks"][0]["own"]) == ["last_step", "range_scale"]
     assert [(rank["at"]["stage"], rank["at"]["batches"]) for rank in state["ranks"]] == [("step", 6)]
     assert found == []
@@ -263,9 +263,9 @@ def test_another_format_is_refused() -> None:
     trainer = SimpleNamespace(callbacks=[])
     resume: Any = SimpleNamespace(_trainer=trainer, _module=LightningModule())
     with pytest.raises(
-        ValueError, match="has format 1, and this version of lightning_automodel knows format 6"
+        ValueError, match="has format 1, and this version of lightning_automodel knows format 7"
     ):
-        fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
+        fit.Resume.load(resume, {"format": 1}, {}, {})
 
 
 # --- Whatever stops a fit: an error, SIGTERM, a limit, a callback, dying ranks ----------------------------------------
