@@ -15,7 +15,7 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -357,6 +357,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             # A name with dots could reach an object that the module only imports.
             if is_data and named.__module__ == module:
                 return named
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
+            return PurePosixPath
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module == "torch.serialization" and name.lstrip("_") == "get_layout":
