@@ -165,8 +165,11 @@ class CheckpointLoader:
             return []
         if OPTIMIZERS not in checkpoint:
             raise CheckpointError(
-                "it holds no states of optimizers: it was saved with save_weights_only=True, or another program has"
-                " made it of weights alone; validate, test and predict can load it"
+                "it holds no states of optimizers: it was saved with save_weights_only=True, or it is a"
+                " directory of another program, of which weights alone are read (to go on from a run of"
+                " ModelParallelStrategy, let it write one file:"
+                " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
+                " directories alone); validate, test and predict can load it"
             )
         states = [state for state in checkpoint[OPTIMIZERS] if state]
         if len(states) != len(self._named):

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -209,39 +209,37 @@ class ShardDirectory(FileSystemReader):
     and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
 
     Attributes:
-        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards.
+        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. Of a directory
+            that another program has written, the model's state and what its ``meta.pt`` holds.
     """
 
     def __init__(self, path: str, weights_only: bool | None) -> None:
         self._directory = path
         self._manifest = self._read_manifest()
         folder = path
-        if name := self._manifest["folder"]:
+        if self._manifest and (name := self._manifest["folder"]):
             folder = paths.member(path, name)
         super().__init__(folder)
         self._filesystem, self._folder = url_to_fs(folder)
         table = paths.read_file(f"{folder}/{METADATA}")
-        if self._manifest["crc32"] != _checksum(table):
+        if self._manifest and self._manifest["crc32"] != _checksum(table):
             raise CheckpointError(
                 f"{METADATA} has changed since it was written (wrong checksum in {MANIFEST})"
             )
         self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(table)).load()
         _check_files(folder, self._metadata)
         tree = load_file(f"{folder}/{REST}", weights_only)
+        if not self._manifest:
+            tree[MODEL] = self._foreign_model()
         check_model(tree)
         self.tree: dict[str, Any] = mapped_by_key(tree, self._with_entry)
 
     def _read_manifest(self) -> dict[str, str]:
-        """The manifest, different in each save."""
+        """The manifest, different in each save; empty if another program wrote the directory."""
         try:
             content = paths.read_file(f"{self._directory}/{MANIFEST}")
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"it has no {MANIFEST}: if another program has written it, let that write one file"
-                " (ModelParallelStrategy(save_distributed_checkpoint=False), FSDPStrategy(state_dict_type='full')), or"
-                " make one (python -m lightning.pytorch.utilities.consolidate_checkpoint of FSDPStrategy's; weights of"
-                " any other: python -m torch.distributed.checkpoint.format_utils dcp_to_torch)"
-            ) from error
+        except FileNotFoundError:
+            return {}
         manifest: dict[str, str] = json.loads(content)
         if manifest["format"] != FORMAT:
             raise CheckpointError(
@@ -255,6 +253,22 @@ class ShardDirectory(FileSystemReader):
         """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
         if self._read_manifest() != self._manifest:
             raise CheckpointError("another checkpoint took its place while it was read: load it again")
+
+    def _foreign_model(self) -> dict[str, Tensor]:
+        """The model's state in a directory of another program, without values."""
+        prefix = f"{MODEL}."
+        saved = self._metadata.state_dict_metadata.items()
+        state = {
+            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for key, entry in saved
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        if not state:
+            raise CheckpointError(
+                f"no entry of its shards begins with {prefix!r}: if Lightning's FSDPStrategy has written it, make"
+                " one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
+            )
+        return state
 
     def _with_entry(self, key: str, path: TreePath, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:

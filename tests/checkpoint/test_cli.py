@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_flatten
 
 from lightning_automodel.checkpoint.__main__ import main
@@ -131,6 +132,19 @@ def damage_weight(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of plain torch have no rest."""
+    dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert f"{MISSING}: '{tmp_path}/plain/meta.pt'" in refused(capsys, str(tmp_path / "plain"))
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
+    report = inspected(capsys, str(tmp_path / "plain"))
+    assert report["mesh"] is None
+    dcp.save({"model": dict(MODEL)}, checkpoint_id=tmp_path / "fsdp1", no_dist=True)
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "fsdp1" / "meta.pt")
+    remedy = "make one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
+    assert remedy in refused(capsys, str(tmp_path / "fsdp1"))
+
+
 def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything is where Lightning looks for it, tensors bitwise, checksums right, without a sparse hole left."""
     path = save_shards(tmp_path / "a.ckpt")
@@ -169,7 +183,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
-        ("consolidate", str(empty), out): "it has no manifest.json",
+        ("consolidate", str(empty), out): f"{MISSING}: '{tmp_path}/empty/.metadata'",
         ("export", str(whole), out, *CLASS): "the models of transformers and PEFT in Holds are: none",
         ("export", str(whole), out, "--class", "tests.none.Module"): "No module named 'tests.none'",
         ("export", f"{tmp_path}/none", out, *CLASS): MISSING,
