@@ -230,6 +230,11 @@ class ShardDirectory(FileSystemReader):
         _check_files(folder, self._metadata)
         tree = load_file(f"{folder}/{REST}", weights_only)
         if not self._manifest:
+            if MODEL in tree:
+                raise CheckpointError(
+                    f"its {MANIFEST} is missing, without which nobody knows whether the rest is as it was written: copy"
+                    " all of the directory again"
+                )
             tree[MODEL] = self._foreign_model()
         check_model(tree)
         self.tree: dict[str, Any] = mapped_by_key(tree, self._with_entry)
