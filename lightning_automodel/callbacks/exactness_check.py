@@ -1,7 +1,15 @@
 """The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
-In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step depends
-on; ``lockstep`` computes them again; ``counting`` tells what each should weigh, and ``verdict`` judges.
+==========================  =============================================================================
+in ``exactness/``           what it does
+==========================  =============================================================================
+``recording``               records micro-batches, what each step starts from, and gradients of windows
+``module_state``            takes a snapshot of the state of modules, and starts a step from one
+``counting``                counts what each micro-batch should weigh, and says whether its loss divides by it
+``replay``                  computes a window again, as one batch, on all ranks together
+``comparison``              compares its gradients with the run's
+``report``                  the results in words
+==========================  =============================================================================
 """
 
 import logging
@@ -14,16 +22,11 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_automodel.callbacks.exactness.comparison import compare, training_problem
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.lockstep import LockStep
-from lightning_automodel.callbacks.exactness.recording import RecordedWindow
-from lightning_automodel.callbacks.exactness.verdict import (
-    WRONG,
-    StepResult,
-    compare,
-    conclude,
-    training_problem,
-)
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
+from lightning_automodel.callbacks.exactness.replay import Replay
+from lightning_automodel.callbacks.exactness.report import WRONG, StepResult, conclude
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
@@ -110,13 +113,12 @@ class ExactnessCheck(Callback):
                 " under other strategies: pass them to AutomodelStrategy alone."
             )
         weighting = self._given if run is None else run.windows.weighting
-        counting = Counting(pl_module, weighting or TokenWeighting(), is_given=weighting is not None)
-        self._lockstep = LockStep(trainer, counting, self._patches)
-        reason = training_problem(self._lockstep)
+        self._recorder = Recorder(trainer, Counting(pl_module, weighting), self._patches)
+        reason = training_problem(self._recorder)
         if reason:
             self._finish(trainer, reason)
         else:
-            self._lockstep.start()
+            self._recorder.start()
 
     # --- One step -----------------------------------------------------------------------------------------
 
@@ -140,24 +142,22 @@ class ExactnessCheck(Callback):
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        lockstep = self._lockstep
-        ended = [window for window in lockstep.windows.values() if window.gradients is not None]
+        ended = [window for window in self._recorder.windows.values() if window.gradients is not None]
         # A rank without a window joins the others' replays: its empty one cannot be judged.
         for window in ended or [RecordedWindow()]:
-            lockstep.take(window)
-            if lockstep.turns:  # else no rank has computed a loss
-                self.results.append(compare(lockstep, asks_forwards=not self.results))
+            replay = Replay(self._recorder, window)
+            if replay.micro_batches:  # else no rank has computed a loss
+                self.results.append(compare(replay, measures_slope=not self.results))
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
-            lockstep.start()
+            self._recorder.start()
 
     # --- The verdict --------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._patches.restore()
         if self.verdict is None:
             self._finish(trainer)
 
@@ -166,9 +166,9 @@ class ExactnessCheck(Callback):
         self._patches.restore()
 
     def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:
-        self.verdict, lines = conclude(self.results, self._lockstep, self._seconds, reason)
-        self.report = "\n  ".join(lines)
-        del self._lockstep  # with batches, gradients and weights on the host
+        self._patches.restore()
+        self.verdict, self.report = conclude(self.results, self._recorder, self._seconds, reason)
+        del self._recorder  # with batches, gradients and weights on the host
         if trainer.is_global_zero:
             log.warning(self.report)  # its user has asked for it, and many silence what is below
         if self._raises and self.verdict == WRONG:

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import ExactnessCheck
-from lightning_automodel.callbacks.exactness import lockstep
-from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
+from lightning_automodel.callbacks.exactness import replay
+from lightning_automodel.callbacks.exactness.module_state import snapshot_of, starting_from
 from lightning_automodel.distributed import collectives
 from tests.callbacks.exactness import (
     SLICED,
@@ -77,7 +77,8 @@ def test_what_a_replay_draws_and_registers_is_put_back() -> None:
     module = nn.Module()
     module.register_buffer("made", None)
     before = torch.get_rng_state()
-    with leaving_no_trace(module, torch.device("cpu")):
+    cpu = torch.device("cpu")
+    with starting_from(snapshot_of(module, cpu), module, cpu):
         module.made = torch.rand(1)
         module.register_buffer("new", torch.ones(1))
     assert torch.equal(before, torch.get_rng_state())
@@ -173,7 +174,7 @@ def test_raises(pool2: RankPool) -> None:
 
 def raise_within() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep, "_TIME_AFTER_ERROR", timedelta(seconds=1))  # 20, which would all be waited
+        patch.setattr(replay, "_TIME_AFTER_ERROR", timedelta(seconds=1))  # 20, which would all be waited
         run(Training(Within, options={"auto_wrap_policy": {nn.Linear}}))
 
 
