@@ -18,7 +18,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,27 +50,23 @@ def starting_from(snapshot: bytes, module: nn.Module, device: torch.device) -> I
     unpickler = pickle.Unpickler(io.BytesIO(snapshot))
     unpickler.persistent_load = _parts(module).__getitem__  # type: ignore[method-assign]
     random_states, state = unpickler.load()
-    own_random_states = rng.global_states(device)
     attributes = _attributes(module)
-    own_attributes = {owner: dict(values) for owner, values in attributes.items()}
     own_state = _state(module)
-    try:
-        for owner, values in own_attributes.items():
-            for name in values.keys() - _OF_EVERY_MODULE:
-                value = values[name]
-                if (owner, name) in own_state or isinstance(value, Iterator):
-                    del attributes[owner][name]
-                elif type(value) in _COLLECTIONS:
-                    attributes[owner][name] = copy.copy(value)
+    with ExitStack() as restored:
+        restored.callback(rng.set_global_states, rng.global_states(device), device)
+        for owner, values in attributes.items():
+            own = dict(values)
+            restored.callback(values.update, own)
+            restored.callback(values.clear)
+            for name in own.keys() - _OF_EVERY_MODULE:
+                if (owner, name) in own_state or isinstance(own[name], Iterator):
+                    del values[name]
+                elif type(own[name]) in _COLLECTIONS:
+                    values[name] = copy.copy(own[name])
         for (owner, name), value in state.items():
             attributes[owner][name] = value
         rng.set_global_states(random_states, device)
         yield
-    finally:
-        rng.set_global_states(own_random_states, device)
-        for owner, values in own_attributes.items():
-            attributes[owner].clear()
-            attributes[owner].update(values)
 
 
 def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
