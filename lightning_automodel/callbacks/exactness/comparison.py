@@ -1,4 +1,4 @@
-"""Compares the gradients of a window with those of one batch. Its functions are collectives over the world.
+"""Compares the gradients of a window with those of one batch. :func:`compare` is a collective over the world.
 
 The run's gradients are
 

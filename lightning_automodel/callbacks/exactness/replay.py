@@ -5,16 +5,15 @@ window, DDP after none but its own.
 
 For each micro-batch its training step runs once more, and stands for the run's:
 
-=======================================  ==============================================================
-of the step                              in the replay
-=======================================  ==============================================================
-batch, random states, state of modules   those of the rank that has recorded it, on all ranks
-weights                                  those before the step
-backwards                                the micro-batch's own alone, of its share of one batch's loss
-steps of optimizers, in manual           the weights that they had left in the run are written
-optimization
-logging, zeroing, clipping, schedulers   nothing
-=======================================  ==============================================================
+======================================  ===============================================================
+of the step                             in the replay
+======================================  ===============================================================
+batch, random states, state of modules  those of the rank that has recorded it, on all ranks
+weights                                 those before the step
+backwards                               the micro-batch's own alone, of its share of one batch's loss
+steps of optimizers                     the weights that they have left in the run (manual optimization)
+logging, zeroing, clipping, schedulers  nothing
+======================================  ===============================================================
 """
 
 import math
@@ -86,6 +85,16 @@ class Replay:
     Where parameters are sharded, a step of the replay communicates. A rank whose step raises alone waits for
     the others as long as ``_TIME_AFTER_ERROR``, and then raises: they may wait for it within the step, as they
     would in the run.
+
+    While a micro-batch is computed:
+
+    =====================  ===================================================
+    ``_micro_batch``       which one it is
+    ``_scale``             what its loss is multiplied by; None for no backward
+    ``_weights_to_write``  those before its step and after each optimizer step
+    ``_backwards_left``    how many its step has until its own, and that one
+    ``_computed``          set by its own backward
+    =====================  ===================================================
 
     Attributes:
         recorder: Of the training.
