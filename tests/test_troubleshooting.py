@@ -29,7 +29,7 @@ NEXT_STEP = re.compile(
     re.IGNORECASE,
 )
 """How a message tells the next step: a verb that opens a clause, or what a value must be."""
-EXACTNESS = ("counting", "lockstep", "recording", "verdict")
+EXACTNESS = ("comparison", "counting", "recording", "replay", "report")
 NOT_MESSAGES = {
     "checkpoint/__main__.py": "what the command's --help prints",
     "plan/__main__.py": "what the command prints",

@@ -1,31 +1,32 @@
 """The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
-In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step depends
-on; ``lockstep`` computes them again; ``counting`` tells what each should weigh, and ``verdict`` judges.
+==========================  =============================================================================
+in ``exactness/``           what it does
+==========================  =============================================================================
+``recording``               records micro-batches, what each step starts from, and gradients of windows
+``module_state``            takes a snapshot of the state of modules, and starts a step from one
+``counting``                counts what each micro-batch should weigh, and says whether its loss divides by it
+``replay``                  computes a window again, as one batch, on all ranks together
+``comparison``              compares its gradients with the run's
+``report``                  the results in words
+==========================  =============================================================================
 """
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_automodel.callbacks.exactness.comparison import compare, training_problem
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.lockstep import LockStep
-from lightning_automodel.callbacks.exactness.recording import RecordedWindow
-from lightning_automodel.callbacks.exactness.verdict import (
-    WRONG,
-    StepResult,
-    compare,
-    conclude,
-    training_problem,
-)
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
+from lightning_automodel.callbacks.exactness.replay import Replay
+from lightning_automodel.callbacks.exactness.report import WRONG, StepResult, conclude
 from lightning_automodel.callbacks.running_strategy import run_of
-from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
 
 log = logging.getLogger(__name__)
@@ -41,24 +42,17 @@ class ExactnessCheck(Callback):
     optimizer. So each of these steps is a collective over all ranks, and takes as long as two steps of a
     single rank on the micro-batches of all.
 
+    Under AutomodelStrategy micro-batches weigh as its options say; under another one by what the loss divides by, as
+    its graph tells, else by a returned ``num_label_tokens`` or ``batch["labels"]``.
+
     The verdict is logged by rank 0, as a warning; docs/is_my_training_exact.md explains each verdict and its remedy.
 
     Args:
         steps: Number of optimizer steps to check.
         raises: Whether to raise RuntimeError on all ranks if the verdict is ``"wrong"``.
-        count: Unit that the loss is a mean over, as for ``AutomodelStrategy``. This and the options below
-            are for other strategies. None takes what the loss divides by, as its graph tells, else the
-            labels of the batch.
-        count_label_tokens: A function of the batch that returns what the loss divides by.
-        per_token_loss: False if every micro-batch should weigh the same.
-        loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
-        label_key: Entry of the batch that holds the labels.
-        ignore_index: Label that the loss ignores.
-        label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
-        ValueError: If ``steps`` is not positive; at the start of a fit, if a counting option is given beside
-            ``AutomodelStrategy``.
+        ValueError: If ``steps`` is not positive.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
@@ -69,26 +63,9 @@ class ExactnessCheck(Callback):
         >>> callbacks = [ExactnessCheck()]
     """
 
-    def __init__(
-        self,
-        steps: int = 3,
-        raises: bool = False,
-        count: Literal["tokens", "samples"] | None = None,
-        count_label_tokens: Callable[..., Any] | None = None,
-        per_token_loss: bool = True,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        label_key: str = "labels",
-        ignore_index: int = -100,
-        label_shift: int = 0,
-    ) -> None:
+    def __init__(self, steps: int = 3, raises: bool = False) -> None:
         if steps < 1:
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
-        if count == "samples":
-            count_label_tokens = count_samples
-        given = TokenWeighting(
-            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
-        )
-        self._given = given if count or given != TokenWeighting() else None
         self._num_steps = steps
         self._patches = PatchStack()
         self._raises = raises
@@ -104,19 +81,13 @@ class ExactnessCheck(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset()
         run = run_of(trainer)
-        if run is not None and self._given:
-            raise ValueError(
-                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
-                " under other strategies: pass them to AutomodelStrategy alone."
-            )
-        weighting = self._given if run is None else run.windows.weighting
-        counting = Counting(pl_module, weighting or TokenWeighting(), is_given=weighting is not None)
-        self._lockstep = LockStep(trainer, counting, self._patches)
-        reason = training_problem(self._lockstep)
+        counting = Counting(pl_module, None if run is None else run.windows.weighting)
+        self._recorder = Recorder(trainer, counting, self._patches)
+        reason = training_problem(self._recorder)
         if reason:
             self._finish(trainer, reason)
         else:
-            self._lockstep.start()
+            self._recorder.start()
 
     # --- One step -----------------------------------------------------------------------------------------
 
@@ -140,24 +111,22 @@ class ExactnessCheck(Callback):
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        lockstep = self._lockstep
-        ended = [window for window in lockstep.windows.values() if window.gradients is not None]
+        ended = [window for window in self._recorder.windows.values() if window.gradients is not None]
         # A rank without a window joins the others' replays: its empty one cannot be judged.
         for window in ended or [RecordedWindow()]:
-            lockstep.take(window)
-            if lockstep.turns:  # else no rank has computed a loss
-                self.results.append(compare(lockstep, asks_forwards=not self.results))
+            replay = Replay(self._recorder, window)
+            if replay.micro_batches:  # else no rank has computed a loss
+                self.results.append(compare(replay, measures_slope=not self.results))
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
-            lockstep.start()
+            self._recorder.start()
 
     # --- The verdict --------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._patches.restore()
         if self.verdict is None:
             self._finish(trainer)
 
@@ -166,9 +135,9 @@ class ExactnessCheck(Callback):
         self._patches.restore()
 
     def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:
-        self.verdict, lines = conclude(self.results, self._lockstep, self._seconds, reason)
-        self.report = "\n  ".join(lines)
-        del self._lockstep  # with batches, gradients and weights on the host
+        self._patches.restore()
+        self.verdict, self.report = conclude(self.results, self._recorder, self._seconds, reason)
+        del self._recorder  # with batches, gradients and weights on the host
         if trainer.is_global_zero:
             log.warning(self.report)  # its user has asked for it, and many silence what is below
         if self._raises and self.verdict == WRONG:

@@ -11,6 +11,7 @@ During its arithmetic those that are stepped whole are replaced by stand-ins, ea
 For an optimizer that steps each parameter by itself, the step is that of one process.
 """
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -126,8 +127,9 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
 
 def _is_one_step(optimizer: Optimizer) -> bool:
     """Whether nothing is known that an optimizer does around its step, and its states are where torch has them."""
-    # Torch runs hooks in the steps of classes of which there were instances.
-    hooked = [base for base in type(optimizer).__mro__ if hasattr(vars(base).get("step"), "hooked")]
+    # Torch runs hooks in the steps of classes of which there were instances: in AdamW's and in Adam's, which are one.
+    steps: list[Any] = [vars(base).get("step") for base in type(optimizer).__mro__]
+    hooked = {inspect.unwrap(step) for step in steps if hasattr(step, "hooked")}
     return len(hooked) <= 1 and not hasattr(optimizer, "eval") and "state" in optimizer.state_dict()
 
 

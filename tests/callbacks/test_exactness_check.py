@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import ExactnessCheck
-from lightning_automodel.callbacks.exactness import lockstep
-from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
+from lightning_automodel.callbacks.exactness import replay
+from lightning_automodel.callbacks.exactness.module_state import snapshot_of, starting_from
 from lightning_automodel.distributed import collectives
 from tests.callbacks.exactness import (
     SLICED,
@@ -77,7 +77,8 @@ def test_what_a_replay_draws_and_registers_is_put_back() -> None:
     module = nn.Module()
     module.register_buffer("made", None)
     before = torch.get_rng_state()
-    with leaving_no_trace(module, torch.device("cpu")):
+    cpu = torch.device("cpu")
+    with starting_from(snapshot_of(module, cpu), module, cpu):
         module.made = torch.rand(1)
         module.register_buffer("new", torch.ones(1))
     assert torch.equal(before, torch.get_rng_state())
@@ -173,7 +174,7 @@ def test_raises(pool2: RankPool) -> None:
 
 def raise_within() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep, "_TIME_AFTER_ERROR", timedelta(seconds=1))  # 20, which would all be waited
+        patch.setattr(replay, "_TIME_AFTER_ERROR", timedelta(seconds=1))  # 20, which would all be waited
         run(Training(Within, options={"auto_wrap_policy": {nn.Linear}}))
 
 
@@ -209,22 +210,11 @@ def test_ranks_with_the_same_batches(pool2: RankPool, same: bool) -> None:
         assert ("All ranks had the same batches" in report) == same
 
 
-def refused() -> str:
-    with pytest.raises(ValueError, match="ExactnessCheck") as raised:
-        run(Training(check={"count": "samples"}))
-    return str(raised.value)
-
-
-def test_options(pool1: RankPool) -> None:
-    """A strategy that counts has its own."""
-    assert "pass them to AutomodelStrategy alone" in pool1.run(refused)[0]
-
-
 def test_on_a_command_line() -> None:
     """By its name, as any callback."""
     arguments = [
         "--trainer.callbacks+=lightning_automodel.ExactnessCheck",
-        "--trainer.callbacks.count=samples",
+        "--trainer.callbacks.steps=1",
     ]
     cli = LightningCLI(
         Writer, args=[*arguments, "--trainer.logger=false"], run=False, save_config_callback=None

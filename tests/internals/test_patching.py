@@ -17,6 +17,7 @@ NO_INSTANCES = {
     "masking_utils",
     # Of this package.
     "self.run.windows",
+    "run.windows",
     "Gathers",
 }
 """Not patched instances of others: modules (`test_nothing_replaced.py` looks at those of a fit), and our own."""

@@ -20,16 +20,14 @@ class MicroBatch:
     """One backward of a rank, and what is known of its loss.
 
     Attributes:
-        step: How many training steps its rank had begun.
-        backward: How many backwards its step had.
-        loss: As it was in the run.
+        step: The number of its training step, since recording began.
+        backward: The number of its backward in that step.
+        loss: Its value in the run.
         count: What it should weigh; NaN if it cannot be counted.
         parts: Those of its loss; empty if the graph does not tell.
         checksum: Of its batch.
-        replayed_loss: As it is in the replay.
-        share: What it adds to the loss of one batch, in the replay; of a slice, this rank's part of that.
-        source: The rank that sends the batch to all: the first with the same data.
-        whole_count: The mean over all slices of the batch.
+        source: The rank that sends the batch to all: the first with the same data. Set for a replay.
+        whole_count: The mean over all slices of the batch. Set for a replay.
     """
 
     step: int
@@ -38,8 +36,6 @@ class MicroBatch:
     count: float
     parts: list[LossTerm]
     checksum: int
-    replayed_loss: float = math.nan
-    share: float = math.nan
     source: int = 0
     whole_count: float = math.nan
 
@@ -55,11 +51,11 @@ class MicroBatch:
 class Counting:
     """Counts micro-batches by ``weighting``; if that is not given, by what their losses divide by, where they tell."""
 
-    def __init__(self, module: pl.LightningModule, weighting: TokenWeighting, is_given: bool) -> None:
-        self.weighting = weighting
-        self._is_given = is_given
+    def __init__(self, module: pl.LightningModule, weighting: TokenWeighting | None) -> None:
+        self.weighting = weighting or TokenWeighting()
+        self._is_given = weighting is not None
         self._by_graph = False
-        self._looks = FirstLooks(module, weighting, _LOOKS)
+        self._looks = FirstLooks(module, self.weighting, _LOOKS)
         self._advice = ""
         self._counted: list[MicroBatch] = []  # of all ranks
 
@@ -80,18 +76,16 @@ class Counting:
             self._advice = self._advice or self._looks.advice(loss, count, 1)
         return count
 
-    def settle(self, window: list[MicroBatch]) -> bool:
-        """Set the counts of a window's micro-batches, of all ranks. Returns whether all are known."""
+    def settle(self, window: list[MicroBatch]) -> None:
+        """Set the counts of a window's micro-batches, of all ranks."""
         divisors = [each.divisor for each in window]
         factors = {tuple(part.factor for part in each.parts) for each in window}
         self._by_graph = not (self._is_given or any(map(math.isnan, divisors)) or len(factors) > 1)
         if self._by_graph:
             for each in window:
                 each.count = each.divisor
-        is_counted = not any(math.isnan(each.count) for each in window)
-        if is_counted:
+        if not any(math.isnan(each.count) for each in window):
             self._counted += window
-        return is_counted
 
     def wrong(self) -> str:
         """What to say of losses, some of them of this rank alone, that do not divide by the count; else empty."""
@@ -101,7 +95,7 @@ class Counting:
         shares = [each.divisor / each.count for each in self._counted if each.count]
         if len(factors) == 1 and all(share < 1.01 for share in shares) and min(shares) < 0.99:
             return (
-                f"The loss divides by less than the number of {plural(self.unit)}. If it is a mean over rows,"
+                f"The loss divides by less than the number of {self.unit}s. If it is a mean over rows,"
                 " count='samples' is right, else give what it divides by as num_label_tokens."
             )
         # By samples it may be right: of batches of rows of one length, those with fewer rows have longer ones.
@@ -139,30 +133,3 @@ class Counting:
                 if not math.isclose(least, most, rel_tol=_SAME):
                     return f"losses, or parts of them, divide by {least:.3g} to {most:.3g} numbers for each {unit}"
         return ""
-
-    def sentence(self) -> str:
-        """What the report says of the count, if it is not wrong."""
-        doubt = self.doubt()
-        found = f"taken on trust, as {doubt}" if doubt else "agrees with the loss, which divides by it"
-        return f"Count ({plural(self.unit)}): {found}."
-
-
-def plural(noun: str, number: int = 2) -> str:
-    """The plural of a countable noun, unless there is one of it."""
-    if number == 1:
-        return noun
-    return noun + ("es" if noun.endswith("ch") else "s")
-
-
-def percent(value: float) -> str:
-    """A share in percent."""
-    return f"{100 * value:.3g} %"
-
-
-def range_of(values: Tensor) -> str:
-    """The smallest and the largest of some shares."""
-    low = percent(float(values.min()))
-    high = percent(float(values.max()))
-    if low == high:
-        return low
-    return f"{low} to {high}"

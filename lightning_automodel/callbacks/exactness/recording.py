@@ -1,4 +1,14 @@
-"""Records windows of a run: micro-batches, what each step depends on, and the gradients that they have left."""
+"""Records windows of a run, whatever its strategy, until the patches of the training are restored.
+
+==========================================  ==========================================================
+when                                        what is recorded
+==========================================  ==========================================================
+a training step begins                      a :class:`RecordedStep`: what it can be replayed from
+its loss is known                           a :class:`MicroBatch`: the loss, its count and its parts
+a backward has ended                        in a :class:`RecordedWindow`: the gradients that it has so far
+an optimizer steps in manual optimization   in the step: the weights that it has left
+==========================================  ==========================================================
+"""
 
 import functools
 import pickle
@@ -14,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.callbacks.exactness.counting import Counting, MicroBatch
-from lightning_automodel.callbacks.exactness.moment import moment_of
+from lightning_automodel.callbacks.exactness.module_state import snapshot_of
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.data.tensors import checksum
 from lightning_automodel.gradients.engine import when_backward_ends
@@ -25,12 +35,14 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 
+_HALF_EPSILON = 1e-4
+"""A dtype with a larger epsilon is in half precision."""
 Parts = dict[str, Tensor]
 """This rank's parts of weights or gradients by parameter, in host memory; without those that have no gradient."""
 
 
 def copies_of(tensors: Mapping[str, Tensor]) -> Parts:
-    """Copies of them."""
+    """Copies of this rank's parts of them."""
     return {name: local_part(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
@@ -44,19 +56,35 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 @dataclass
+class RecordedStep:
+    """A training step of this rank.
+
+    Attributes:
+        checksum: Of its batch.
+        inputs: Its arguments with the whole batch, and the snapshot before it, pickled; None where that is impossible.
+        weights: Under manual optimization, those before it and after each optimizer step in it.
+        num_backwards: How many it had until now.
+    """
+
+    checksum: int
+    inputs: bytes | None = None
+    weights: list[Parts] = field(default_factory=list)
+    num_backwards: int = 0
+
+
+@dataclass
 class RecordedWindow:
-    """A window: this rank's micro-batches, and the gradients that it has added to ``older`` ones.
+    """A window: this rank's micro-batches, and the gradients that they have added to what stood in ``.grad``.
 
     ``gradients`` are None as long as no backward has ended it.
     """
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    older: Parts = field(default_factory=dict)
     gradients: Parts | None = None
 
 
 class Recorder:
-    """Records windows, under manual optimization with the weights of each step, until ``patches`` are restored.
+    """What is known of a training, and the record of its newest windows.
 
     Attributes:
         trainer: Of the run.
@@ -68,11 +96,11 @@ class Recorder:
         counting: What counts micro-batches.
         parameters: By name; shards, also where the module shows gathered ones.
         plain: Those of them that each rank holds whole.
-        numel: [p] entries of each parameter, of all ranks.
         is_sharded: Whether an engine takes part in backwards.
+        epsilon: That of the gradients' dtype, or of the half precision that they are computed in.
+        is_half: Whether that is half precision.
         windows: Those that have begun; under another strategy by None.
-        batches: By training step, its whole batch and the moment before it, pickled, where that is possible.
-        step_weights: By step of manual optimization, those before it and after each optimizer step in it.
+        steps: By number.
     """
 
     def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
@@ -83,31 +111,34 @@ class Recorder:
         self.context = self.run.micro_batches.context if self.run else None
         self.device = trainer.strategy.root_device
         self.parameters = dict(self.module.named_parameters())
-        self.numel = torch.tensor([parameter.numel() for parameter in self.parameters.values()])
         self.plain = {n: p for n, p in self.parameters.items() if not isinstance(p, DTensor)}
         self.is_sharded = len(self.plain) < len(self.parameters)
+        dtypes = {parameter.dtype for parameter in self.parameters.values() if parameter.requires_grad}
+        if "16" in str(trainer.precision_plugin.precision):
+            dtypes.add(torch.bfloat16)
+        self.epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self.is_half = self.epsilon > _HALF_EPSILON
         self.counting = counting
         self._patches = patches
-        self._num_steps = 0
 
     def start(self) -> None:
-        """Record from the next training step on."""
+        """Record from the next training step on, and forget what is recorded."""
         self.windows: dict[Window | None, RecordedWindow] = {}
-        self.batches: dict[int, bytes] = {}
-        self.step_weights: dict[int, list[Parts]] = {}
+        self.steps: dict[int, RecordedStep] = {}
+        self._older: Parts = {}
         training_step = self.module.training_step
         backward = self.trainer.strategy.backward
 
         @functools.wraps(training_step)
-        def recorded_step(*args: Any, **kwargs: Any) -> Any:
-            self._before_step(*args, **kwargs)
-            output = training_step(*args, **kwargs)
+        def recorded_step(*args: Any) -> Any:
+            self._begin_step(*args)
+            output = training_step(*args)
             if self.is_automatic and output is not None:
-                self._before_backward(loss_of(output), output)
+                self._note_loss(loss_of(output), output)
             return output
 
         def recorded_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            self._before_backward(loss, kwargs)
+            self._note_loss(loss, kwargs)
             backward(loss, *args, **kwargs)
 
         # The engine calls this one when it has prepared weights and buffers.
@@ -120,67 +151,70 @@ class Recorder:
         for optimizer in self.trainer.optimizers:
             self._patches.callback(optimizer.register_step_post_hook(self._note_weights).remove)
 
-    def _before_step(self, batch: Any, *rest: Any) -> None:
+    def _begin_step(self, batch: Any, *rest: Any) -> None:
         self._batch = batch
-        self._checksum = checksum(batch)
-        self._num_steps += 1
-        self._num_backwards = 0
-        moment = moment_of(self.module, self.device)
+        self._step = self.steps[len(self.steps)] = RecordedStep(checksum(batch))
+        snapshot = snapshot_of(self.module, self.device)
         arguments = (batch if self.context is None else self.context.whole, *rest)
         with suppress(Exception):  # such as a lock in the batch
-            self.batches[self._num_steps] = pickle.dumps((move_data_to_device(arguments, "cpu"), moment))
+            self._step.inputs = pickle.dumps((move_data_to_device(arguments, "cpu"), snapshot))
         if not self.is_automatic:
-            self.step_weights[self._num_steps] = []
             self._note_weights()
 
     def _note_weights(self, *_: Any) -> None:
-        self.step_weights[self._num_steps].append(copies_of(self.parameters))
+        self._step.weights.append(copies_of(self.parameters))
 
-    def _before_backward(self, loss: Tensor, output: Any) -> None:
-        """``loss`` [] comes next; ``output`` may hold its count."""
-        self._num_backwards += 1
-        count = self.counting.count(self._batch, output, loss)
-        value = float(loss.detach())
-        parts = averaged_parts(loss)
-        self._newest = MicroBatch(self._num_steps, self._num_backwards, value, count, parts, self._checksum)
-        if self.run is not None or not loss.requires_grad:
-            return
-        # Under another strategy: note what ``.grad`` holds before a window and after its backwards.
-        window = self.windows.setdefault(None, RecordedWindow())
+    def _note_loss(self, loss: Tensor, output: Any) -> None:
+        """``loss`` [] is backpropagated next; ``output`` may hold its count."""
+        self._step.num_backwards += 1
+        self._newest = MicroBatch(
+            step=len(self.steps) - 1,
+            backward=self._step.num_backwards,
+            loss=float(loss.detach()),
+            count=self.counting.count(self._batch, output, loss),
+            parts=averaged_parts(loss),
+            checksum=self._step.checksum,
+        )
+        if self.run is None and loss.requires_grad:
+            self._follow(loss)
 
-        def note_older(_: Tensor) -> None:
-            window.older = self._held_gradients()
-
-        if not window.micro_batches:
-            loss.register_hook(note_older)
-        window.micro_batches.append(self._newest)
-        when_backward_ends(loss, functools.partial(self._finish, window))
+    # --- Where a window's gradients come from ---------------------------------------------------------------------
 
     def _after_backward(self, backward: BackwardPass) -> None:
-        """``.grad`` holds the part of its window alone, which is final if that ends."""
+        """Under AutomodelStrategy ``.grad`` holds those of the window alone, which are final if it ends."""
         window = self.windows.setdefault(backward.window, RecordedWindow())
         if not backward.is_padding:
             window.micro_batches.append(self._newest)
         if backward.ends:
-            self._finish(window)
+            window.gradients = self.gradients()
 
-    def _finish(self, window: RecordedWindow) -> None:
-        """Keep what ``.grad`` holds in addition to older gradients, without the scale of a scaler."""
-        scale = self._loss_scale() if self.run is None else 1.0
-        window.gradients = {
-            name: (gradient - window.older.get(name, 0)) / scale
-            for name, gradient in self._held_gradients().items()
+    def _follow(self, loss: Tensor) -> None:
+        """Under another strategy each backward may be a window's last, and ``.grad`` hold older gradients."""
+        window = self.windows.setdefault(None, RecordedWindow())
+        if not window.micro_batches:
+            loss.register_hook(self._note_older)
+        window.micro_batches.append(self._newest)
+        when_backward_ends(loss, self._subtract_older)
+
+    def _note_older(self, _: Tensor) -> None:
+        self._older = self.gradients()
+
+    def _subtract_older(self) -> None:
+        scale = self.loss_scale()
+        self.windows[None].gradients = {
+            name: (gradient - self._older.get(name, 0)) / scale
+            for name, gradient in self.gradients().items()
         }
 
-    def _held_gradients(self) -> Parts:
-        """What ``.grad`` holds of parameters that require gradients."""
+    def gradients(self) -> Parts:
+        """Copies of what ``.grad`` holds of parameters that require gradients."""
         with plain_access():
             graded = {
                 n: p.grad for n, p in self.parameters.items() if p.requires_grad and p.grad is not None
             }
             return copies_of(graded)
 
-    def _loss_scale(self) -> float:
+    def loss_scale(self) -> float:
         """What a gradient scaler multiplies losses by at the moment."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())

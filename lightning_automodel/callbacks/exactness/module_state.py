@@ -1,9 +1,16 @@
-"""What a training step depends on besides its batch and the weights: taken before it, and set again on any rank.
+"""A snapshot of what a training step depends on besides its batch and the weights, which any rank can compute from.
 
-Attributes and buffers of modules are state if they can be pickled by value: numbers, texts, tensors, generators,
-containers and objects of these. While micro-batches are computed again, modules hold copies of it; at the end
-they hold their own values again, which nothing has written to. Anything else, such as a function or an object
-with a lock, is left as it is, and an iterator, which cannot be put back, is missing until then.
+It holds random states, and the attributes and buffers of modules that are state:
+
+==================================================  ===============  =========================================
+attribute or buffer                                 in the snapshot  while a step starts from it
+==================================================  ===============  =========================================
+numbers, texts, tensors, generators, containers     yes              a copy; missing if made since then
+and objects of these: what is pickled by value
+an iterator, which cannot be put back               no               missing
+another dict, list, set or deque                    no               a shallow copy, to which the step may add
+the rest, such as functions, weights and a Trainer  no               as it is
+==================================================  ===============  =========================================
 """
 
 import copy
@@ -11,7 +18,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,46 +34,39 @@ _NO_STATE = {"lightning", "lightning_automodel", "torch"}  # such as a Trainer o
 _COLLECTIONS = (dict, list, set, deque)
 
 
-def moment_of(module: nn.Module, device: torch.device) -> bytes:
-    """Random states, and attributes and buffers of modules that are state, in one piece: they may share a value."""
+def snapshot_of(module: nn.Module, device: torch.device) -> bytes:
+    """Random states and the state of modules, pickled in one piece: they may share a value."""
     file = io.BytesIO()
     _Pickler(file, module).dump((rng.global_states(device), _state(module)))
     return file.getvalue()
 
 
-def restore(moment: bytes, module: nn.Module, device: torch.device) -> None:
-    """Set copies of all of it; state that was made since, such as a cache, is deleted."""
-    unpickler = pickle.Unpickler(io.BytesIO(moment))
-    unpickler.persistent_load = _parts(module).__getitem__  # type: ignore[method-assign]
-    random_states, wanted = unpickler.load()
-    rng.set_global_states(random_states, device)
-    attributes = _attributes(module)
-    for owner, name in _state(module):
-        del attributes[owner][name]
-    for (owner, name), value in wanted.items():
-        attributes[owner][name] = value
-
-
 @contextmanager
-def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context at whose end modules hold their own attributes and buffers, and random states are what they were."""
-    random_states = rng.global_states(device)
-    held = [(values, dict(values)) for values in _attributes(module).values()]
-    for values, own in held:
-        for name, value in own.items():
-            if name in _OF_EVERY_MODULE:
-                continue
-            if type(value) in _COLLECTIONS:  # the step may add to one that is no state
-                values[name] = copy.copy(value)
-            elif isinstance(value, Iterator):
-                del values[name]
-    try:
-        yield
-    finally:
+def starting_from(snapshot: bytes, module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context with the random states and the state of modules of a snapshot. At its end all is as it was before.
+
+    Modules then hold their own values again, which nothing has written to.
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(snapshot))
+    unpickler.persistent_load = _parts(module).__getitem__  # type: ignore[method-assign]
+    random_states, state = unpickler.load()
+    attributes = _attributes(module)
+    own_state = _state(module)
+    with ExitStack() as restored:
+        restored.callback(rng.set_global_states, rng.global_states(device), device)
+        for owner, values in attributes.items():
+            own = dict(values)
+            restored.callback(values.update, own)
+            restored.callback(values.clear)
+            for name in own.keys() - _OF_EVERY_MODULE:
+                if (owner, name) in own_state or isinstance(own[name], Iterator):
+                    del values[name]
+                elif type(own[name]) in _COLLECTIONS:
+                    values[name] = copy.copy(own[name])
+        for (owner, name), value in state.items():
+            attributes[owner][name] = value
         rng.set_global_states(random_states, device)
-        for values, own in held:
-            values.clear()
-            values.update(own)
+        yield
 
 
 def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -79,7 +79,7 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _state(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Those that are state, by owner and name."""
+    """The attributes and buffers that are state, by owner and name."""
     pickler = _Pickler(io.BytesIO(), module)
     state = {}
     for owner, attributes in _attributes(module).items():
@@ -97,20 +97,18 @@ def _parts(module: nn.Module) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as they are in this moment, parts of the module by number. Raises for what is no state."""
+    """Pickles tensors by value, and parts of the module by number. Raises for what is no state."""
 
     def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
         self._numbers = {id(part): number for number, part in enumerate(_parts(module))}
 
     def persistent_id(self, value: Any) -> int | None:
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            return self._numbers[id(value)]
-        return None
+        return self._numbers.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if isinstance(value, DTensor) or (value.requires_grad and value.is_leaf):
+            if isinstance(value, (DTensor, nn.Parameter)) or (value.requires_grad and value.is_leaf):
                 raise pickle.PicklingError  # it is a weight
             file = io.BytesIO()
             torch.save(value.detach().clone(), file)  # not all that it is a part of
