@@ -14,7 +14,8 @@ in ``exactness/``           what it does
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -27,6 +28,7 @@ from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Re
 from lightning_automodel.callbacks.exactness.replay import Replay
 from lightning_automodel.callbacks.exactness.report import WRONG, StepResult, conclude
 from lightning_automodel.callbacks.running_strategy import run_of
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
 
 log = logging.getLogger(__name__)
@@ -42,17 +44,24 @@ class ExactnessCheck(Callback):
     optimizer. So each of these steps is a collective over all ranks, and takes as long as two steps of a
     single rank on the micro-batches of all.
 
-    Under AutomodelStrategy micro-batches weigh as its options say; under another one by what the loss divides by, as
-    its graph tells, else by a returned ``num_label_tokens`` or ``batch["labels"]``.
-
     The verdict is logged by rank 0, as a warning; docs/is_my_training_exact.md explains each verdict and its remedy.
 
     Args:
         steps: Number of optimizer steps to check.
         raises: Whether to raise RuntimeError on all ranks if the verdict is ``"wrong"``.
+        count: Unit that the loss is a mean over, as for ``AutomodelStrategy``. This and the options below
+            are for other strategies. None takes what the loss divides by, as its graph tells, else the
+            labels of the batch.
+        count_label_tokens: A function of the batch that returns what the loss divides by.
+        per_token_loss: False if every micro-batch should weigh the same.
+        loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
+        label_key: Entry of the batch that holds the labels.
+        ignore_index: Label that the loss ignores.
+        label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
-        ValueError: If ``steps`` is not positive.
+        ValueError: If ``steps`` is not positive; at the start of a fit, if a counting option is given beside
+            ``AutomodelStrategy``.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
@@ -63,9 +72,26 @@ class ExactnessCheck(Callback):
         >>> callbacks = [ExactnessCheck()]
     """
 
-    def __init__(self, steps: int = 3, raises: bool = False) -> None:
+    def __init__(
+        self,
+        steps: int = 3,
+        raises: bool = False,
+        count: Literal["tokens", "samples"] | None = None,
+        count_label_tokens: Callable[..., Any] | None = None,
+        per_token_loss: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        label_key: str = "labels",
+        ignore_index: int = -100,
+        label_shift: int = 0,
+    ) -> None:
         if steps < 1:
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
+        if count == "samples":
+            count_label_tokens = count_samples
+        given = TokenWeighting(
+            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
+        )
+        self._given = given if count or given != TokenWeighting() else None
         self._num_steps = steps
         self._patches = PatchStack()
         self._raises = raises
@@ -81,8 +107,13 @@ class ExactnessCheck(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reset()
         run = run_of(trainer)
-        counting = Counting(pl_module, None if run is None else run.windows.weighting)
-        self._recorder = Recorder(trainer, counting, self._patches)
+        if run is not None and self._given:
+            raise ValueError(
+                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
+                " under other strategies: pass them to AutomodelStrategy alone."
+            )
+        weighting = self._given if run is None else run.windows.weighting
+        self._recorder = Recorder(trainer, Counting(pl_module, weighting), self._patches)
         reason = training_problem(self._recorder)
         if reason:
             self._finish(trainer, reason)

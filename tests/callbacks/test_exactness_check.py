@@ -210,11 +210,22 @@ def test_ranks_with_the_same_batches(pool2: RankPool, same: bool) -> None:
         assert ("All ranks had the same batches" in report) == same
 
 
+def refused() -> str:
+    with pytest.raises(ValueError, match="ExactnessCheck") as raised:
+        run(Training(check={"count": "samples"}))
+    return str(raised.value)
+
+
+def test_options(pool1: RankPool) -> None:
+    """A strategy that counts has its own."""
+    assert "pass them to AutomodelStrategy alone" in pool1.run(refused)[0]
+
+
 def test_on_a_command_line() -> None:
     """By its name, as any callback."""
     arguments = [
         "--trainer.callbacks+=lightning_automodel.ExactnessCheck",
-        "--trainer.callbacks.steps=1",
+        "--trainer.callbacks.count=samples",
     ]
     cli = LightningCLI(
         Writer, args=[*arguments, "--trainer.logger=false"], run=False, save_config_callback=None

@@ -3,7 +3,7 @@
 Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one
 batch over all ranks, so that its order does not matter; of a project with a count each rank has two
 micro-batches of unequal size. SGD stands in for each project's optimizer, since Adam hides wrong constants.
-What came of it is written by rank 0, as JSON.
+`ExactnessCheck` is told the same count. What came of it is written by rank 0, as JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tests.trainer.exactness import SILENT, full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
 WAYS = ("one process", "Lightning's ddp", *OURS)
+COUNTING = ("per_token_loss", "count", "count_label_tokens")
+"""Options of the check that tell what a loss is the mean of."""
 
 
 class Recorder(Callback):
@@ -94,7 +96,10 @@ class Run:
     def strategy(self, **options: Any) -> Any:
         """What a user passes as Trainer(strategy=...)."""
         if self.is_checked:
-            self.check = ExactnessCheck()
+            told = {
+                name: value for name, value in options.items() if name in COUNTING and self.way not in OURS
+            }
+            self.check = ExactnessCheck(**told)
         if self.way in OURS:
             return AutomodelStrategy(**OURS[self.way], **options)
         return "auto" if self.way == "one process" else "ddp"

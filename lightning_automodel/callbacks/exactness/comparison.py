@@ -102,8 +102,9 @@ def _window_problem(replay: Replay) -> str:
     if not any(math.isnan(each.whole_count) for each in replay.micro_batches):
         return ""
     return (
-        "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell: return"
-        " {'loss': loss, 'num_label_tokens': n} from training_step, with n=1 if every micro-batch shall weigh the same"
+        "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell: pass"
+        " ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if every micro-batch"
+        " shall weigh the same"
     )
 
 
