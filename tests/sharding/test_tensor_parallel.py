@@ -90,6 +90,15 @@ class LeavesActivationOut(ModelModule):
         parallelize_module(self.model.head, self.device_mesh["tensor_parallel"], self.plan)
 
 
+class Differentiates(TensorParallelModule):
+    """Its penalty is of a gradient."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        gradient = torch.autograd.grad(loss, self.model.norm.weight, create_graph=True)[0]
+        return loss + gradient.square().sum()
+
+
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
     return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
@@ -107,6 +116,7 @@ REFUSED = {
         "different gradients of model.head.1.weight: 1 parameters",
         "SequenceParallel(sequence_dim=<that of the features>, use_local_output=True)",
     ),
+    "second derivatives": refused(Differentiates, "through a tensor-parallel layer", "leave the layer out"),
 }
 
 
