@@ -99,6 +99,13 @@ class Differentiates(TensorParallelModule):
         return loss + gradient.square().sum()
 
 
+class Penalised(TensorParallelModule):
+    """Its penalty is of weights."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.head.weight.square().sum()
+
+
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
     return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
@@ -117,6 +124,7 @@ REFUSED = {
         "SequenceParallel(sequence_dim=<that of the features>, use_local_output=True)",
     ),
     "second derivatives": refused(Differentiates, "through a tensor-parallel layer", "leave the layer out"),
+    "penalty": refused(Penalised, "take p.full_tensor() of it", "got mixed torch.Tensor and DTensor"),
 }
 
 
