@@ -99,6 +99,19 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     model.tie_weights()  # modules that share a parameter were distributed each by itself
 
 
+def check_ties(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError if ``parallelize_module`` has made several parameters of one, which would train apart."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in before.items():
+        first = names.setdefault(parameter, name)
+        new = after.get(name)
+        if isinstance(new, DTensor) and new is not after.get(first):
+            raise ValueError(
+                f"parallelize_module has made two parameters of {first} and {name}, which were one: set self.{name} ="
+                f" self.{first} again after it, in configure_model."
+            )
+
+
 def refuse_second_derivatives(layer: nn.Module, args: Any, output: Any) -> None:
     """A forward hook of a tensor-parallel layer: a backward with ``create_graph=True`` raises RuntimeError.
 

@@ -106,6 +106,14 @@ class Penalised(TensorParallelModule):
         return super().training_step(batch, batch_idx) + self.model.head.weight.square().sum()
 
 
+class Tied(TensorParallelModule):
+    """Its head has the weights of its embedding, until the plan is applied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        model.head.weight = model.embedding.weight
+        super().__init__(model)
+
+
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
     return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
@@ -124,6 +132,7 @@ REFUSED = {
         "SequenceParallel(sequence_dim=<that of the features>, use_local_output=True)",
     ),
     "second derivatives": refused(Differentiates, "through a tensor-parallel layer", "leave the layer out"),
+    "tied": refused(Tied, "set self.model.head.weight = self.model.embedding.weight again"),
     "penalty": refused(Penalised, "take p.full_tensor() of it", "got mixed torch.Tensor and DTensor"),
 }
 
