@@ -72,6 +72,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume.fit import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.loops import is_last_batch
 from lightning_automodel.sharding import checks, meta_init, weight_averaging
+from lightning_automodel.sharding.tensor_parallel import check_ties
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
@@ -345,13 +346,17 @@ class AutomodelStrategy(ParallelStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context in which ``configure_model`` and ``trainer.init_module()`` create tensors on this rank's device.
 
-        ``empty_init=True`` creates them on the meta device; set-up initialises each rank's shards.
+        ``empty_init=True`` creates them on the meta device; set-up initialises each rank's shards. ValueError if
+        a plan has torn apart what shared a parameter.
         """
+        module = self.lightning_module or torch.nn.Module()
+        before = dict(module.named_parameters(remove_duplicate=False))
         with (
             super().tensor_init_context(empty_init=False),
             torch.device("meta") if empty_init else nullcontext(),
         ):
             yield
+        check_ties(before, dict(module.named_parameters(remove_duplicate=False)))
 
     @property
     def _joined_mesh(self) -> RunMesh:

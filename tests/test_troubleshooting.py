@@ -54,6 +54,7 @@ NOT_MESSAGES = {
     "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",
     "Can't pickle <class 'torch.distributed.fsdp.": "pickle's own message, which ours explains",
     "FSDP expects uniform original parameter dtype": "torch's own message, which ours explains",
+    "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of memory": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",

@@ -75,7 +75,11 @@ _OUT_OF_MEMORY = (
     " unsharded until a window ends, which saves communication: pass reshard_during_accumulation=True, then"
     " defer_fsdp_grad_sync=False."
 )
-_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST)
+_MIXED = (
+    "A tensor-parallel parameter is a DTensor within a step, too. Where it meets other tensors, as in a penalty on"
+    " weights, take p.full_tensor() of it."
+)
+_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST, _MIXED)
 _EXPLANATIONS = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
@@ -90,6 +94,7 @@ _EXPLANATIONS = {
     "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
     "out of memory. Tried to allocate": _OUT_OF_MEMORY,
     "to have the same dtype, but got": _WITHOUT_AUTOCAST,
+    "got mixed torch.Tensor and DTensor": _MIXED,
 }
 """What a part of torch's text means here."""
 

@@ -56,7 +56,7 @@ from lightning_automodel.sharding.fsdp2_setup import set_prefetch
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase, PhasedEngine
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
-from lightning_automodel.sharding.tensor_parallel import share_random_state
+from lightning_automodel.sharding.tensor_parallel import refuse_second_derivatives, share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.whole_copies import versions
 
@@ -175,6 +175,10 @@ class FSDP2Engine(PhasedEngine):
         self._prefetches = report["prefetch"] == 0
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
+        for layer in module.modules():
+            own = layer.parameters(recurse=False)
+            if any(isinstance(p, Shard) and p.device_mesh.ndim > mesh.fsdp.ndim for p in own):
+                self._patches.callback(layer.register_forward_hook(refuse_second_derivatives).remove)
         share_random_state(mesh.tensor_group, placement.device)
         self.enter(Phase.HOOKS)
         self.discard()  # units that the user has sharded may hold gradients of earlier training

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -36,6 +36,12 @@ STYLES: dict[str, ParallelStyle] = {
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
 """torch's style for each name of a style in the plans of transformers."""
+
+_SECOND_DERIVATIVES = (
+    "A backward with create_graph=True through a tensor-parallel layer, of which torch computes wrong second"
+    " derivatives. Leave create_graph out if there are none, leave the layer out of the plan, or leave"
+    " tensor_parallel_size at 1."
+)
 
 
 def distribute(module: nn.Module, mesh: RunMesh) -> None:
@@ -91,6 +97,33 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
         )
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
     model.tie_weights()  # modules that share a parameter were distributed each by itself
+
+
+def check_ties(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError if ``parallelize_module`` has made several parameters of one, which would train apart."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in before.items():
+        first = names.setdefault(parameter, name)
+        new = after.get(name)
+        if isinstance(new, DTensor) and new is not after.get(first):
+            raise ValueError(
+                f"parallelize_module has made two parameters of {first} and {name}, which were one: set self.{name} ="
+                f" self.{first} again after it, in configure_model."
+            )
+
+
+def refuse_second_derivatives(layer: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of a tensor-parallel layer: a backward with ``create_graph=True`` raises RuntimeError.
+
+    torch sums gradients of the layer's input over the ranks, but records no graph of that.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND_DERIVATIVES)
+
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(refuse)
 
 
 def share_random_state(group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -90,6 +90,30 @@ class LeavesActivationOut(ModelModule):
         parallelize_module(self.model.head, self.device_mesh["tensor_parallel"], self.plan)
 
 
+class Differentiates(TensorParallelModule):
+    """Its penalty is of a gradient."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        gradient = torch.autograd.grad(loss, self.model.norm.weight, create_graph=True)[0]
+        return loss + gradient.square().sum()
+
+
+class Penalised(TensorParallelModule):
+    """Its penalty is of weights."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.head.weight.square().sum()
+
+
+class Tied(TensorParallelModule):
+    """Its head has the weights of its embedding, until the plan is applied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        model.head.weight = model.embedding.weight
+        super().__init__(model)
+
+
 def refused(make_module: type[ModelModule], *sentences: str, **options: Any) -> Refused:
     return Refused(lambda: make_module(decoder()), sentences, own_batches, TWO | options)
 
@@ -107,6 +131,9 @@ REFUSED = {
         "different gradients of model.head.1.weight: 1 parameters",
         "SequenceParallel(sequence_dim=<that of the features>, use_local_output=True)",
     ),
+    "second derivatives": refused(Differentiates, "through a tensor-parallel layer", "leave the layer out"),
+    "tied": refused(Tied, "set self.model.head.weight = self.model.embedding.weight again"),
+    "penalty": refused(Penalised, "take p.full_tensor() of it", "got mixed torch.Tensor and DTensor"),
 }
 
 
@@ -114,10 +141,21 @@ def test_refused(pool4: RankPool) -> None:
     check_refused(pool4, __name__)
 
 
+class Drops(nn.Dropout):
+    """Turns what it leaves, by a complex parameter, which peers hold alike, too."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.turn = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex128))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward((hidden * self.turn).real)
+
+
 def dropping_decoder() -> nn.Module:
     """A decoder that drops out half of what comes from its first block, which peers hold alike."""
     model = decoder()
-    model.blocks.insert(1, nn.Dropout(0.5))
+    model.blocks.insert(1, Drops())
     return model
 
 
@@ -152,9 +190,8 @@ def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
 def test_peers_see_the_same_data_and_random_numbers(pool4: RankPool) -> None:
     """What peers hold alike stays alike to the last bit, though nobody averages it; data ranks see different data."""
     outcomes = pool4.run(fit_with_dropout_and_own_seeds)
-    for first, second in ((0, 1), (2, 3)):
-        (weights, drawn) = outcomes[first]
-        (others_weights, others_drawn) = outcomes[second]
+    for first in (0, 2):
+        (weights, drawn), (others_weights, others_drawn) = outcomes[first : first + 2]
         assert drawn == others_drawn
         assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
     assert sorted(outcomes[0][1] + outcomes[2][1]) == list(range(8))
