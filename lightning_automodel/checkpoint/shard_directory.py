@@ -232,8 +232,8 @@ class ShardDirectory(FileSystemReader):
         if not self._manifest:
             if MODEL in tree:
                 raise CheckpointError(
-                    f"its {MANIFEST} is missing, without which nobody knows whether the rest is as it was written: copy"
-                    " all of the directory again"
+                    f"its {MANIFEST} is missing, without which nobody knows whether the rest is as it was written. Use"
+                    " another copy of the directory"
                 )
             tree[MODEL] = self._foreign_model()
         check_model(tree)

@@ -101,7 +101,7 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         option: ``"auto"``, ``"shards"`` or ``"whole"``.
 
     Raises:
-        ValueError: If the group asks for another value, or for what is not possible.
+        ValueError: If the group asks for another value.
     """
     requested = group.get(OPTION, option)
     if requested not in _VALUES:
@@ -116,13 +116,17 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
         # Not within a wrapper, which may look at all parameters.
         package = type(optimizer).__module__.partition(".")[0]
         return name in _OF_MATRICES.get(package, ()) and group.get("use_muon", True)
+    return True
+
+
+def _check_is_one_step(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that may do more than step parameters one by one. Reads its states."""
     if not all(map(_is_one_step, nested_optimizers(optimizer))):
         raise ValueError(
-            f"{name} has train() and eval(), does more than the step of its base class, or saves its states in a form"
-            f" of its own: it would do so with the parameters and states of one owner. Pass {OPTION}='shards', with"
-            " which it is right."
+            f"{type(optimizer).__name__} has train() and eval(), does more than the step of its base class, or saves"
+            " its states in a form of its own: it would do so with the parameters and states of one owner. Pass"
+            f" {OPTION}='shards', with which it is right."
         )
-    return True
 
 
 def _is_one_step(optimizer: Optimizer) -> bool:
@@ -165,7 +169,8 @@ class WholeSteps:
     def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of an optimizer that are stepped whole, and whether this rank owns them. Not a collective.
 
-        Chooses owners where there are none yet. Raises ValueError as :func:`is_stepped_whole` does.
+        Chooses owners where there are none yet. Raises ValueError as :func:`is_stepped_whole` does, or if owners
+        cannot step an optimizer for which they were asked.
         """
         parameters = [
             parameter
@@ -174,6 +179,8 @@ class WholeSteps:
             for parameter in filter(is_split, group["params"])
         ]
         new = [parameter for parameter in parameters if parameter not in self._parameters]
+        if new and any(group.get(OPTION, self._option) == "whole" for group in optimizer.param_groups):
+            _check_is_one_step(optimizer)
         find_holders = cache(holders_of)  # once for each layout
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             sharded: Any = parameter

@@ -175,10 +175,12 @@ class FSDP2Engine(PhasedEngine):
         self._prefetches = report["prefetch"] == 0
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
-        for layer in module.modules():
-            own = layer.parameters(recurse=False)
-            if any(isinstance(p, Shard) and p.device_mesh.ndim > mesh.fsdp.ndim for p in own):
-                self._patches.callback(layer.register_forward_hook(refuse_second_derivatives).remove)
+        if mesh.tensor_group is not None:
+            split = {p for p in self._shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
+            for layer in module.modules():
+                if not split.isdisjoint(layer.parameters(recurse=False)):
+                    hook = layer.register_forward_hook(refuse_second_derivatives)
+                    self._patches.callback(hook.remove)
         share_random_state(mesh.tensor_group, placement.device)
         self.enter(Phase.HOOKS)
         self.discard()  # units that the user has sharded may hold gradients of earlier training
