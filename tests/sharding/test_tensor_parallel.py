@@ -91,8 +91,6 @@ class LeavesActivationOut(ModelModule):
 
 
 class Differentiates(TensorParallelModule):
-    """Its penalty is of a gradient."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         gradient = torch.autograd.grad(loss, self.model.norm.weight, create_graph=True)[0]
@@ -100,8 +98,6 @@ class Differentiates(TensorParallelModule):
 
 
 class Penalised(TensorParallelModule):
-    """Its penalty is of weights."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + self.model.head.weight.square().sum()
 

@@ -130,19 +130,17 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
 class Initialises(Writer):
     """Takes a bias from the rows of each rank, as data-dependent initialisation does."""
 
-    def __init__(self, place: str, how: str) -> None:
-        super().__init__(place)
-        self.how = how
-
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.rows = batch
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.reach("before_step")
+        with torch.no_grad():
+            write = OWN_VALUES.get(self.place, lambda *_: None)
+            write(self.student.blocks[0].linear.bias, self.rows.mean(0))
 
     def write(self) -> None:
         with torch.no_grad():
-            OWN_VALUES[self.how](self.student.blocks[0].linear.bias, self.rows.mean(0))
+            self.student.blocks[0].linear.bias.copy_(self.rows.mean(0))
 
 
 OWN_VALUES: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -155,10 +153,7 @@ OWN_VALUES: dict[str, Callable[[Any, Tensor], Any]] = {
     "gradient": lambda bias, own: bias.grad.add_(own),
     "many": lambda bias, own: torch._foreach_mul_([bias], [own]),
 }
-INITIALISED = {
-    "initialised": (Initialises, ("start", "copied")),
-    **{f"initialised-{how}": (Initialises, ("before_step", how)) for how in OWN_VALUES},
-}
+INITIALISED = {f"initialised-{how}": (Initialises, (how,)) for how in ("start", *OWN_VALUES)}
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
 # By a step, to what stays gathered for the backward or not; and by hooks, to shards.
 WRITTEN_IN_STEP = ["teacher-swap-middle", "teacher-swap-end", "clamped-end", "wgan-forward"]
