@@ -184,44 +184,54 @@ class TrainingRun:
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
-        module = self.module
-        options = self._options
-        mesh = self._mesh
-        host_group = self._placement.host_group
-        weighting = self._make_weighting()
-        ahead = None
-        parameters = list(self.parameters.named.values())
-        self._dtypes = precision.Dtypes.of(parameters)
-        in_float16 = self._dtypes.pass_float16(self.plugin) and not options.count_window_ahead
-        scaler = precision.enabled_scaler(self.plugin)
-        scaling = LossScaling(scaler, in_float16, mesh, self.device, self.patches)
-        self.windows = GradientWindows(self.engine, weighting, scaling, self._placement, parameters)
-        whole = WholeSteps(self.device, options.optimizer_step)
+        self.windows = self._make_windows()
+        whole = WholeSteps(self.device, self._options.optimizer_step)
         self.steps = OptimizerSteps(
-            self.windows, options, whole, self.advice.say_once, self.parameters.check_optimizer
+            self.windows, self._options, whole, self.advice.say_once, self.parameters.check_optimizer
         )
         self.patches.callback(self.steps.close)
+        self._make_inputs(fitting)
+        self._watch_logging(fitting)
+        self.micro_batches = MicroBatches(
+            self.module, self.engine, self.buffers, self.windows, self._context, self.inputs, self.advice
+        )
+
+    def _make_windows(self) -> GradientWindows:
+        parameters = list(self.parameters.named.values())
+        self._dtypes = precision.Dtypes.of(parameters)
+        in_float16 = self._dtypes.pass_float16(self.plugin) and not self._options.count_window_ahead
+        scaler = precision.enabled_scaler(self.plugin)
+        scaling = LossScaling(scaler, in_float16, self._mesh, self.device, self.patches)
+        return GradientWindows(self.engine, self._make_weighting(), scaling, self._placement, parameters)
+
+    def _make_inputs(self, fitting: bool) -> None:
+        """What the Trainer draws in place of its loaders, and what steps do where the data of ranks is uneven."""
+        options = self._options
+        trainer = self.module.trainer
+        host_group = self._placement.host_group
+        count = self.windows.weighting.count_on_host
+        ahead = None
         if fitting and options.count_window_ahead:
-            ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
+            ahead = WindowAhead(trainer, host_group, self._mesh.sizes.tensor, count)
         # Lightning warns in `validate` and `test` that samples are repeated, which `LoaderProcessing` prevents.
         self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders")
         self.loaders = LoaderProcessing(
-            module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
+            trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
-        self.inputs = UnevenInputs(module.trainer, host_group, ahead)
-        lightning_internals.patch_samplers(module.trainer, share_own_samplers, self.patches)
+        self.inputs = UnevenInputs(trainer, host_group, ahead)
+        lightning_internals.patch_samplers(trainer, share_own_samplers, self.patches)
         self.patches.set(Gathers, "check", self.inputs.check_communication)
-        for results in logged_values.results_of(module.trainer):
+
+    def _watch_logging(self, fitting: bool) -> None:
+        """Let what steps log count once where ranks have unequal amounts of data, and be reduced by its names."""
+        trainer = self.module.trainer
+        for results in logged_values.results_of(trainer):
             self.patches.set(results, "log", partial(self.inputs.log, results.log))
-        if host_group.size() > 1:
-            logged_values.reduce_evaluated_by_name(
-                module.trainer, self._take_evaluated, self.gather, self.patches
-            )
-        if fitting and host_group.size() > 1:
-            self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
-        self.micro_batches = MicroBatches(
-            module, self.engine, self.buffers, self.windows, self._context, self.inputs, self.advice
-        )
+        if self._placement.host_group.size() == 1:
+            return
+        logged_values.reduce_evaluated_by_name(trainer, self._take_evaluated, self.gather, self.patches)
+        if fitting:
+            self._reduce_logs_at_epoch_ends(trainer.fit_loop)
 
     def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
         """Reduce what was logged over an epoch on all ranks, before any hook of its end, and again after the module's.
@@ -411,14 +421,14 @@ class TrainingRun:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
 
         @wraps(step)
-        def evaluate(*args: Any) -> Any:
+        def evaluate(*batch_args: Any) -> Any:
             with self.engine.evaluation(self.inputs.find_leader):
-                args, attention = self.micro_batches.sliced(args, step.__name__)
+                sliced, attention = self.micro_batches.sliced(batch_args, step.__name__)
                 if not self._metrics_are_patched:  # the first batch, after all hooks that may make metrics
                     self._metrics_are_patched = True
                     self.patch_metrics()
                 with attention:
-                    return self.micro_batches.call(partial(step, *args, **kwargs), step.__name__)
+                    return self.micro_batches.call(partial(step, *sliced, **kwargs), step.__name__)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 

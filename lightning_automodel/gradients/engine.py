@@ -37,9 +37,8 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
-        written: Since the last window's end, [] a fingerprint of each whole tensor that this rank has written to a
-            sharded parameter or its gradient, or changed one with in place: the same on ranks that have written alike.
-        written_numbers: The same of the numbers, in one sum, to which each write adds 1.
+        written: [] a number of all whole tensors and numbers that this rank has written to sharded parameters and their
+            gradients, or changed one with in place: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -54,8 +53,7 @@ class Engine:
         self.group = group
         self.backward: BackwardPass | None = None
         self.reached = Reached()
-        self.written: list[Tensor] = []
-        self.written_numbers = 0.0
+        self.written: Tensor | float = 0.0
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
@@ -72,11 +70,18 @@ class Engine:
         """Note what this rank writes to a parameter or gradient with: each holds a part, so that all must do alike."""
         if self.group is None:
             return
-        self.written += map(fingerprint, tensors)
-        self.written_numbers += 1.0
+        self.written = self.written + 1.0
         for number in numbers:
             # Rounding, by which ranks may differ, hardly moves it.
-            self.written_numbers += math.copysign(1.0, number) + math.log(abs(number) + TINY)
+            self.written = self.written + math.copysign(1.0, number) + math.log(abs(number) + TINY)
+        for tensor in tensors:
+            self.written = self.written + fingerprint(tensor)
+
+    def take_writes(self) -> Tensor | float:
+        """[] the number of what this rank has written since it was last taken."""
+        number = self.written
+        self.written = 0.0
+        return number
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -186,9 +185,7 @@ class OptimizerSteps:
         parameters = optimizer_parameters(optimizer)
         replicated = [p for p in parameters if not isinstance(p, DTensor)]
         # Of shards, whose norms differ, what was written to them tells.
-        numbers = [fingerprint(rescale_clip.total_norm(replicated)), *windows.engine.written]
-        windows.engine.written.clear()
-        number = torch.stack([number.to(windows.device) for number in numbers]).mean()
+        number = fingerprint(rescale_clip.total_norm(replicated)) + windows.engine.take_writes()
         if not windows.agreement.has_written_alike(number):
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step with gradients that differ between ranks. No"

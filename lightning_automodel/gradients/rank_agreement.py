@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,12 +100,12 @@ class RankAgreement:
         self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def sum_over_ranks(
-        self, window: Window, own: Position, written: list[Any], parameters: list[nn.Parameter]
+        self, window: Window, own: Position, written: Tensor | float, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, list[nn.Parameter]]:
         """[3] a window's totals over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
         They are label tokens, the sum of losses, and micro-batches. One all-reduce sums up these, the ``own``
-        position of each rank and what it has ``written`` ([] for each write), the squares of both, and one number for
+        position of each rank and what it has ``written``, the squares of both, and one number for
         each parameter.
 
         A rank that has not used some parameters must know on the host whether another rank has used them. If
@@ -126,7 +126,7 @@ class RankAgreement:
         )
         on_device = on_host.to(self._device, non_blocking=True)
         num_micro_batches, position_on_device, num_uses = on_device.split([1, len(position), len(uses)])
-        number = sum(written, start=torch.zeros_like(num_micro_batches))
+        number = torch.zeros_like(num_micro_batches) + written
         compared = torch.cat([position_on_device, number])
         sums = torch.cat([window.sums, num_micro_batches, compared, compared.square(), num_uses])
         if self._size > 1:

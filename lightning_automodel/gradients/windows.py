@@ -175,6 +175,7 @@ class GradientWindows:
         self.since_step.clear()
         self.measured.clear()
         self.agreement.clear()
+        self.engine.take_writes()  # of ranks that may have failed in different places
         self._forget()
 
     def _forget(self) -> None:
@@ -310,11 +311,8 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        engine = self.engine
-        written = [*engine.written, engine.written_numbers]
+        written = self.engine.take_writes()
         totals, unused = self.agreement.sum_over_ranks(window, own, written, backward.zero_filled)
-        engine.written.clear()
-        engine.written_numbers = 0.0
         for parameter in unused:
             GRAD.__set__(parameter, None)
         if (ahead := window.ahead) is None:

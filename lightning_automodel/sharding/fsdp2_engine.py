@@ -172,7 +172,7 @@ class FSDP2Engine(PhasedEngine):
         self._written: list[Any] = []  # shards, between a forward and the backward that runs
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._prefetch = partial(set_prefetch, module, report["prefetch"], placement.device.type == "cpu")
-        self._prefetches = report["prefetch"] == 0
+        self._prefetch_is_pending = report["prefetch"] > 0
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
         if mesh.tensor_group is not None:
@@ -264,8 +264,10 @@ class FSDP2Engine(PhasedEngine):
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         if backward.ends:
             self._reduce_as(BY_FSDP2)
-            if not self._prefetches:  # not before ranks compare, at this window's end, which units they use
-                self._prefetches = True
+            if (
+                self._prefetch_is_pending
+            ):  # not before ranks compare, at this window's end, which units they use
+                self._prefetch_is_pending = False
                 self._prefetch()
         else:
             self._reduce_as(NONE)
@@ -311,10 +313,11 @@ class FSDP2Engine(PhasedEngine):
         """
         self._settle()
         for unit in self.units:
-            is_reused = reuses_retained and unit.is_retained and not unit.written and unit.show_retained()
-            if not is_reused:
-                unit.free()
-                unit.note_shards()
+            can_reuse = reuses_retained and unit.is_retained and not unit.written
+            if can_reuse and unit.show_retained():
+                continue
+            unit.free()
+            unit.note_shards()
 
     @override
     def requires_grad_changed(self) -> None:

@@ -243,7 +243,7 @@ def _grad(call: Call) -> Any:
     outputs, inputs = call.args
     copies = _gathered(inputs)
     for tensor, copied in zip(inputs, copies, strict=True):
-        has_run = copied is tensor or hasattr(copied, "engine")
+        has_run = copied is tensor or isinstance(copied, gathered_tensor.GatheredTensor)
         if call.kwargs["create_graph"] and not has_run:
             raise RuntimeError(gathered_tensor.SECOND_DERIVATIVE)
     found = call.function(outputs, [*inputs, *copies], **{**call.kwargs, "allow_unused": True})
@@ -277,7 +277,7 @@ def _backward(call: Call) -> Any:
 
 _VIEWING_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
-_METADATA = """
+_AS_DTENSORS = """
     dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
     is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
     is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
@@ -317,7 +317,7 @@ _NAMES: dict[Callable[[Call], Any], Sequence[str]] = {
         *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     ),
     parts.cast: ("to", "type_as"),
-    Call.run: _METADATA,
+    Call.run: _AS_DTENSORS,
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),

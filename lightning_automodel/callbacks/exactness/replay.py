@@ -259,7 +259,7 @@ class Replay:
     def _run_step(self, arguments: Any, snapshot: bytes) -> None:
         recorder = self.recorder
         module = recorder.module
-        self._step()
+        self._write_next_weights()
         arguments = move_data_to_device(arguments, recorder.device)
         attention: AbstractContextManager[None] = nullcontext()
         if recorder.run is not None:
@@ -275,9 +275,12 @@ class Replay:
                 )
 
     def _step(self, closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> None:
-        """Write the next of the recorded weights: before a training step, and where an optimizer would step in it."""
+        """In place of an optimizer's step within the training step: write what it has left in the run."""
         if closure is not None:
             closure()
+        self._write_next_weights()
+
+    def _write_next_weights(self) -> None:
         weights = next(self._weights_to_write, None)
         if weights is None:
             raise RuntimeError(
