@@ -140,7 +140,7 @@ class MicroBatches:
             self.engine.end_step()
             self.inputs.end_padding()
             return output
-        if self._has_hooks_before_backward:
+        if self._has_hooks_before_backward:  # else nobody would find the shards, which take time to show
             self.engine.end_forward()
         self._step.output = output
         return output
