@@ -10,6 +10,7 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
+import weakref
 from collections import Counter
 from enum import Enum, auto
 from typing import Any, cast
@@ -101,7 +102,7 @@ class GatheredUnit(fsdp2.Unit):
         self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
         for shard in self._shards:
             if num_expert_ranks(shard) == 1:  # other ranks have other experts
-                shard.engine = engine
+                shard.engine = weakref.ref(engine)
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -211,8 +212,6 @@ class GatheredUnit(fsdp2.Unit):
         self.hook.remove()
         for gathered in self._copies:
             make_plain(gathered)
-        for shard in self._shards:
-            shard.engine = None
         self._copies.clear()
 
 

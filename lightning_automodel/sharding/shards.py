@@ -60,7 +60,7 @@ class Shard(DTensor):
     Attributes:
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
-        engine: Of a parameter of a fit, and of its gradient, compares what ranks write to it; else None.
+        engine: Of a parameter of a fit, and of its gradient, returns what compares the writes of ranks; else None.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
     """
 

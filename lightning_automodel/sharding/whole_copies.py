@@ -164,7 +164,8 @@ def count_writes(shards: list[Any]) -> None:
 
 def note_write(shard: Any, values: Sequence[Any]) -> None:
     """Let ranks compare the plain tensors and the numbers that each has written a parameter or its gradient with."""
-    engine = getattr(shard, "engine", None)
+    reference = getattr(shard, "engine", None)
+    engine = None if reference is None else reference()
     if engine is None:
         return
     tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor | View)]
