@@ -288,27 +288,20 @@ class Unit:
 
     def retain(self) -> None:
         """Let modules show shards, and retain the memory of what was gathered."""
-        # Not by FSDP2's own methods, which take longer: this runs for each parameter in each micro-batch.
-        for param, shown_by_name, name in self._places:
-            shown_by_name[name] = param.sharded_param
-        for param in self.params:
-            param.sharded_state = type(param.sharded_state).SHARDED
         for group in self.groups:
             group._sharded_state = type(group._sharded_state).SHARDED
+        for param in self.params:
+            param._setattr_on_modules(param.sharded_param)
+            param.sharded_state = type(param.sharded_state).SHARDED
         self.is_retained = True
 
     def show_gathered(self) -> None:
         """Let modules show gathered parameters, which are trainable as the shards are."""
-        with plain_access():
-            for param in self.params:
-                trains = param.sharded_param.requires_grad
-                if param.unsharded_param.requires_grad != trains:
-                    param.unsharded_param.requires_grad_(trains)
-                param.sharded_state = type(param.sharded_state).UNSHARDED
-        for param, shown_by_name, name in self._places:
-            shown_by_name[name] = param.unsharded_param
         for group in self.groups:
             group._sharded_state = type(group._sharded_state).UNSHARDED
+        with plain_access():
+            for param in self.params:
+                param.to_unsharded()
 
     def show_retained(self) -> bool:
         """Undo :meth:`retain`. False if it was not called, or if a forward has freed what was retained."""
