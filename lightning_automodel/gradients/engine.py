@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel.gradients.rank_agreement import TINY, fingerprint
+from lightning_automodel.gradients.rank_agreement import HUGE, TINY, fingerprint
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals.torch import Reached, queue_callback
 
@@ -72,8 +72,8 @@ class Engine:
             return
         self.written = self.written + 1.0
         for number in numbers:
-            # Rounding, by which ranks may differ, hardly moves it.
-            self.written = self.written + math.copysign(1.0, number) + math.log(abs(number) + TINY)
+            # Rounding, by which ranks may differ, hardly moves it. NaN and infinities count as a number too.
+            self.written = self.written + (number < 0) + math.log(min(HUGE, abs(number)) + TINY)
         for tensor in tensors:
             self.written = self.written + fingerprint(tensor)
 

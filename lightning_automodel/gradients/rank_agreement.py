@@ -51,6 +51,8 @@ _SAMPLED = 4096
 """Entries of what is written to a parameter by which ranks compare it."""
 TINY = 1e-30
 """In place of zero, which has no logarithm."""
+HUGE = 1e300
+"""In place of infinity, and of NaN, which is equal to nothing."""
 _MODULUS = 2**20 - 3
 """A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
 _FACTOR = 648_053
@@ -65,6 +67,7 @@ _EPSILON = 1e-13
 def fingerprint(values: Tensor) -> Tensor:
     """[] a number of some entries of a tensor, by their values and places, which rounding hardly moves."""
     entries = values.flatten()[:: max(1, values.numel() // _SAMPLED)].to(wide_dtype(values.device))
+    entries = entries.nan_to_num(nan=2.0, posinf=3.0, neginf=-3.0)  # NaN is equal to nothing
     places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
     norm = entries.norm().clamp(min=TINY)
     return entries.dot(places.cos()) / norm + norm.log()
