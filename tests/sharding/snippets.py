@@ -482,7 +482,7 @@ class Writes(Trained):
     def written_by_functions(self) -> Any:
         F.relu(self.weight.grad, True)
         F.threshold_(self.other.grad, 0.0, 0.1)
-        torch.clamp_(input=self.short.grad, min=-0.01, max=0.01)
+        torch.clamp_(input=self.short.grad, min=-0.01, max=float("inf"))
         F.normalize(self.other.data, dim=1, out=self.other.data)
         torch.mul(self.weight.grad, 2, out=self.weight.grad)
         self.bias.grad.data.fill_(self.bias.grad.norm())
