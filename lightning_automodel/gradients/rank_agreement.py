@@ -43,7 +43,8 @@ DIFFERENT_WRITES = (
     "Forwards, steps or hooks have written other values to parameters or gradients on each rank, or on some ranks"
     " alone, as from its own batch (data-dependent initialisation, codebooks) or at random: shards are now parts of"
     " different tensors. Write what all ranks have reduced (self.all_gather(values).mean(0)), or draw by a"
-    " torch.Generator with the same seed on all ranks."
+    " torch.Generator with the same seed on all ranks. Optimizers write with their options: log the metric that a"
+    " scheduler follows (ReduceLROnPlateau) with sync_dist=True."
 )
 """What ranks must do that have written other values."""
 

@@ -260,7 +260,7 @@ class AveragesIntoBuffers(Writer):
 def clamp(net: nn.Module) -> None:
     """As a Wasserstein GAN does with its critic."""
     for p in net.parameters():
-        p.data.clamp_(-0.3, 0.3)
+        p.data.clamp_(-0.3, torch.inf).clamp_(-torch.inf, 0.3)
 
 
 class Clamps(Writer):
