@@ -242,7 +242,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"got other memory \(p.data = values\) while FSDP2 has gathered it": lambda c: c.writes,
     r"_foreach_.* got mixed torch.Tensor and DTensor": lambda c: c.writes and c.experts > 1,
     r"have gradients of a plain loss.backward\(\), which nobody averages": lambda c: (
-        c.engine == "ddp" and c.snippet and c.snippet.endswith("with gradient")
+        c.engine == "ddp" and c.snippet and c.snippet.endswith(("with gradient", "backward to inputs"))
     ),
     r"torch.func.functional_call puts other tensors in the place": lambda c: c.functional == "made",
 }
