@@ -47,6 +47,7 @@ class UnevenInputs:
         self._group = group
         self.ahead = ahead
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
+        self.order = 0  # a number of what samplers have drawn for the epoch that trains
         self._before_padding: ModuleState | None = None
         self._handle = NO_BATCH  # of the evaluation step, if ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after it
@@ -108,6 +109,7 @@ class UnevenInputs:
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         handle = self._training_handle()
+        self.order = drawn_order(self._trained_loaders)
         if self.ahead is not None and self._tracked is not None:
             start = time.perf_counter()
             self.ahead.begin_batch(self._tracked, handle)
@@ -312,11 +314,6 @@ class UnevenInputs:
                 " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"
                 " DataLoader(drop_last=True) makes batches equal."
             )
-
-    @property
-    def order(self) -> int:
-        """A number of what samplers have drawn for the epoch that trains, asked for where a window ends."""
-        return drawn_order(self._trained_loaders)
 
     @property
     def _trained_loaders(self) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.token_loss import wide_dtype
+from lightning_automodel.internals.dtensor import GRAD
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
@@ -265,7 +266,7 @@ def _local_parts(parameters: list[nn.Parameter], foreach: bool = True) -> Iterab
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        grad = parameter.grad
+        grad = GRAD.__get__(parameter)
         if isinstance(grad, DTensor):
             grad = grad.to_local()
         if grad is not None:
