@@ -80,10 +80,15 @@ def foreach(call: Call) -> Any:
     result = call.run_with(lambda value: _parts_like(value, models))
     if call.written():
         count_writes([model for model in models if isinstance(model, DTensor)])
-        # A fused kernel's are the numbers of steps, one for each parameter: a kernel for each would take longer.
-        lists = [] if "fused" in call.name else [value for value in call.values if isinstance(value, list)]
-        others = [value for value in lists if not alike(value, models)]
-        note_write(models[0], [*call.values, *chain(*others)])
+        if (
+            getattr(models[0], "engine", None) is not None
+        ):  # not of optimizers' states, which are most of what is written
+            # A fused kernel's are the numbers of steps, one for each parameter: a kernel for each would take longer.
+            lists = (
+                [] if "fused" in call.name else [value for value in call.values if isinstance(value, list)]
+            )
+            others = [value for value in lists if not alike(value, models)]
+            note_write(models[0], [*call.values, *chain(*others)])
         return None if result is None else models
     return [
         _as_shard(part, like) if isinstance(like, DTensor) else part
