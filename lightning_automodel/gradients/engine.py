@@ -66,7 +66,7 @@ class Engine:
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
 
-    def note_write(self, tensors: Iterable[Tensor], numbers: Iterable[float] = ()) -> None:
+    def note_write(self, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
         """Note what this rank writes to a parameter or gradient with: each holds a part, so that all must do alike."""
         if self.group is None:
             return

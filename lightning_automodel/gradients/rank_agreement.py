@@ -109,8 +109,7 @@ class RankAgreement:
         """[3] a window's totals over all ranks, and the ones of ``parameters`` that no rank has used in it.
 
         They are label tokens, the sum of losses, and micro-batches. One all-reduce sums up these, the ``own``
-        position of each rank and what it has ``written``, the squares of both, and one number for
-        each parameter.
+        position of each rank and what it has ``written``, the squares of both, and one number for each parameter.
 
         A rank that has not used some parameters must know on the host whether another rank has used them. If
         this occurs in a run's first window, later windows sum these numbers on the host too, which waits for no

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.distributed.collectives import full
 
 Count = int | float | Tensor
 """Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
@@ -281,10 +281,8 @@ def sums_of(objective: Tensor, count: Count) -> Tensor:
     ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A
     negative count on an accelerator, which nobody has read, becomes NaN, as do gradients of its window.
     """
-    loss = objective.detach()
-    if isinstance(loss, DTensor):  # under loss_parallel, the same on all tensor-parallel ranks
-        loss = loss.full_tensor()
-    loss = loss.reshape(()).to(wide_dtype(loss.device))
+    # Under loss_parallel it is a DTensor, the same on all tensor-parallel ranks.
+    loss = full(objective.detach()).reshape(()).to(wide_dtype(objective.device))
     if isinstance(count, Tensor):
         tokens = count.to(loss.device, loss.dtype)
         tokens = tokens.masked_fill(tokens < 0, math.nan)
