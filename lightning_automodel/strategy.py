@@ -551,7 +551,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run = TrainingRun(
             module, self._options, placement, self.precision_plugin, self._advice, self._patches
         )
-        self.model = self._run.model
+        self.model = self._run.distributed.model
         weight_averaging.set_up(module)
 
     def _make_resumable(self) -> None:
@@ -653,7 +653,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._stops = self._begin_step(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         run = self._required_run
         if not run.windows.open_windows:
-            run.check_parameters()
+            run.distributed.check_parameters()
         if is_last_batch(trainer):
             run.patch_metrics()  # before Lightning computes those that were logged over the epoch
         output = run.micro_batches.training_step(super().training_step, args, kwargs)

@@ -1,4 +1,4 @@
-"""What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
+"""What trains, evaluates and saves in one run of the Trainer, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial, wraps
@@ -10,7 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,10 +23,8 @@ from lightning_automodel.data.samplers import share_own_samplers
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import Gathers, gather_objects
-from lightning_automodel.distributed.mesh import EXPERT, Placement
-from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
-from lightning_automodel.expert_parallel.spread import check_spread
-from lightning_automodel.gradients.engine import Engine
+from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.distributed_module import DistributedModule
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
@@ -36,18 +34,10 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import metrics as metrics_internals
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import checks, meta_init, precision, units
-from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
-from lightning_automodel.sharding.buffers import SharedBuffers
-from lightning_automodel.sharding.ddp_engine import DDPEngine
-from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
-from lightning_automodel.sharding.fsdp2_setup import shard_module
-from lightning_automodel.sharding.replaced import ModuleParameters, check_foreign_shards
-from lightning_automodel.sharding.replicas import check_replicas
+from lightning_automodel.sharding import checks, precision
 
 
 def _state_on(state: Any, device: torch.device) -> Any:
@@ -62,14 +52,12 @@ class TrainingRun:
 
     Attributes:
         module: The user's.
-        model: What the Trainer calls: the module, or DistributedDataParallel around it.
         plugin: The Trainer's precision plugin.
         device: Of this rank.
         advice: What the user has been told.
         patches: Restored when the run ends.
-        parameters: The module's, before and after sharding has replaced them.
-        engine: Distributes the module and reduces gradients.
-        buffers: Those that ranks take from the first one; None if none are.
+        distributed: The module, sharded or replicated.
+        engine: Of it: reduces gradients.
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
         loaders: Makes of each loader what this rank iterates.
@@ -93,78 +81,22 @@ class TrainingRun:
         self.advice = advice
         self._options = options
         self._placement = placement
-        self._sharding: dict[str, Any] = {}  # what was decided for FSDP2, and why
         self._metrics_are_patched = False  # of the loader that is evaluated
         self._mesh = placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self._check(fitting)
-        self._prepare(fitting)
-        self._distribute(fitting)
-        self._make_training(fitting)
-
-    def _check(self, fitting: bool) -> None:
-        """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
-        module = self.module
-        plugin = self.plugin
-        options = self._options
-        check_foreign_shards(module)
-        precision.check_precision(plugin, options.data_parallel)
-        if options.is_sharded:
-            precision.check_conversion(plugin, module)
         if fitting and options.count_window_ahead:
             checks.check_ahead(module)
-        if fitting and self._mesh.sizes.divisor > 1:
-            checks.check_embeddings(module)
         for note in options.without_effect():
-            self.advice.say_once(note)
-
-    def _prepare(self, fitting: bool) -> None:
-        """Change the module as it must be changed before it is distributed. A collective over the world."""
-        module = self.module
-        options = self._options
-        mesh = self._mesh.context_parallel
+            advice.say_once(note)
         self._context: ContextParallelSteps | None = None
-        if mesh is not None:
-            self._context = ContextParallelSteps(module, mesh, options, self.plugin, self.patches)
-        if self.plugin.convert_module(module) is not module:
-            raise ValueError(
-                f"{type(self.plugin).__name__}.convert_module returns another module, which would not be trained: let"
-                " it change the one that it is given, and return that."
+        if self._mesh.context_parallel is not None:
+            self._context = ContextParallelSteps(
+                module, self._mesh.context_parallel, options, plugin, patches
             )
-        named = torch_internals.named_tensors(module)
-        self._without_values = meta_init.names_without_values(named)
-        self.move_to_device()
-        precision.convert_metrics(self.plugin, module)
-        parameters = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
-        self.parameters = ModuleParameters(module, parameters)
-        checks.check_hooks(parameters)
-        checks.check_equal_models(named, self._placement.host_group)
-        if fitting:
-            checkpointed = options.activation_checkpointing
-        else:
-            checkpointed = False
-        policy = options.auto_wrap_policy
-        is_automatic = module.automatic_optimization
-        self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not.
-        self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
-
-    def _distribute(self, fitting: bool) -> None:
-        """Shard or replicate the module. A collective over the world."""
-        module = self.module
-        if self._mesh.sizes.expert > 1:
-            spread_by_plan(module, self._mesh.mesh[EXPERT])
-        check_spread(module, self._mesh.sizes.expert)
-        self.engine = self._make_engine(fitting)
-        self.patches.callback(self.engine.close)
-        self.model = self.engine.model
-        self._ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
-        self.buffers: SharedBuffers | None = None
-        if self.engine.shares_buffers:
-            self.buffers = SharedBuffers(module, self._mesh.group, self.device, self._ignored)
-        self.parameters.note_distributed()
-        self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
+        self.distributed = DistributedModule(module, options, placement, plugin, fitting, advice, patches)
+        self.engine = self.distributed.engine
         self.synchronize_metrics()
+        self._make_training(fitting)
 
     def synchronize_metrics(self) -> None:
         """Let metrics count each sample once where tensor-parallel peers have the same. Not a collective.
@@ -187,17 +119,27 @@ class TrainingRun:
         self.windows = self._make_windows()
         whole = WholeSteps(self.device, self._options.optimizer_step)
         self.steps = OptimizerSteps(
-            self.windows, self._options, whole, self.advice.say_once, self.parameters.check_optimizer
+            self.windows,
+            self._options,
+            whole,
+            self.advice.say_once,
+            self.distributed.parameters.check_optimizer,
         )
         self.patches.callback(self.steps.close)
         self._make_inputs(fitting)
         self._watch_logging(fitting)
         self.micro_batches = MicroBatches(
-            self.module, self.engine, self.buffers, self.windows, self._context, self.inputs, self.advice
+            self.module,
+            self.engine,
+            self.distributed.buffers,
+            self.windows,
+            self._context,
+            self.inputs,
+            self.advice,
         )
 
     def _make_windows(self) -> GradientWindows:
-        parameters = list(self.parameters.named.values())
+        parameters = list(self.distributed.parameters.named.values())
         self._dtypes = precision.Dtypes.of(parameters)
         in_float16 = self._dtypes.pass_float16(self.plugin) and not self._options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
@@ -241,7 +183,6 @@ class TrainingRun:
         """
         module = self.module
         end = fit_loop.on_advance_end
-        hook = module.on_train_epoch_end
 
         def reduce_then_end() -> None:
             self.patch_metrics()
@@ -249,12 +190,9 @@ class TrainingRun:
             logged_values.reduce_by_name(results, module.trainer, self.gather)
             end()
 
-        def hook_then_reduce() -> None:
-            hook()
-            logged_values.compute_metrics_again(module.trainer)
-
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
-        self.patches.set(module, "on_train_epoch_end", hook_then_reduce)
+        compute_again = partial(logged_values.compute_metrics_again, module.trainer)
+        self.patches.call_after(module, "on_train_epoch_end", compute_again)
 
     def _take_evaluated(self) -> bool:
         """Whether a loader has been evaluated, whose metrics are computed next."""
@@ -281,36 +219,6 @@ class TrainingRun:
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
-    def _make_engine(self, fitting: bool) -> Engine:
-        """The engine, which distributes the module."""
-        module = self.module
-        options = self._options
-        if not self._options.is_sharded:
-            return DDPEngine(module, self._placement, options, fitting, self._give_values)
-        policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
-        if precision.is_overruled(policy, options.mp_policy, module):
-            self.advice.say_once(
-                f"mp_policy={options.mp_policy} beside precision={self.plugin.precision!r} has no effect on a model"
-                " that was sharded before, with another policy."
-            )
-        self._sharding = shard_module(module, self._placement, options, policy, self._give_values)
-        return FSDP2Engine(module, self._placement, self._sharding)
-
-    def _give_values(self) -> None:
-        """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
-        if self._without_values:
-            offloads = self._options.is_sharded and self._options.cpu_offload
-            meta_init.materialize(self.module, self.device, offloads)
-            self.move_to_device()
-
-    def move_to_device(self) -> None:
-        """Move the module to this rank's device, except tensors without values and offloaded shards."""
-        named = torch_internals.named_tensors(self.module) if self._without_values else {}
-        if meta_init.names_without_values(named):
-            meta_init.move_what_has_values(self.module, self.device)
-        elif not (self._options.cpu_offload and units.is_sharded(self.module)):
-            self.module.to(self.device)
-
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
         self.steps.patch_clipping(self.plugin, self.module, self.patches)
@@ -318,15 +226,16 @@ class TrainingRun:
 
     def take_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that would not train the distributed module, and watch what user code does from now on."""
+        parameters = self.distributed.parameters
         for optimizer in optimizers:
-            self.parameters.give_shards(optimizer)
-            self.parameters.check_optimizer(optimizer)
+            parameters.give_shards(optimizer)
+            parameters.check_optimizer(optimizer)
         checks.check_optimizers(optimizers)
-        checks.check_order(self.parameters.named, optimizers, self._placement.host_group)
+        checks.check_order(parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.of(optimizer)  # which raises for options that are not possible
         self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
-        checks.check_hooks(self.parameters.named)
+        checks.check_hooks(parameters.named)
 
     def move_optimizer_states(self, optimizers: list[Optimizer]) -> None:
         """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.
@@ -341,13 +250,6 @@ class TrainingRun:
                     continue
                 for key in state.keys() - {"step"}:
                     state[key] = _state_on(state[key], device)
-
-    def check_parameters(self) -> None:
-        """Raise before a window's first training step if parameters were replaced or hooked since set-up."""
-        self.parameters.check_module()
-        # Shards refuse hooks where these are registered.
-        if any(map(torch_internals.has_post_accumulate_hook, self._replicated)):
-            checks.check_hooks(self.parameters.named)
 
     def zero_before_validation(self, zero: Callable[[], None]) -> None:
         """Let the module zero gradients, and say so if that loses any."""
@@ -404,8 +306,8 @@ class TrainingRun:
 
     def synchronize_buffers(self) -> None:
         """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
-        if self.buffers is not None:
-            self.buffers.synchronize()
+        if self.distributed.buffers is not None:
+            self.distributed.buffers.synchronize()
 
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
@@ -413,7 +315,7 @@ class TrainingRun:
         self.steps.check_learning_rates(self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
-        check_replicas(self.module, self._mesh, self.device, self._ignored)
+        self.distributed.check_replicas()
 
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
@@ -474,11 +376,8 @@ class TrainingRun:
             "gradient_divisor": self._mesh.sizes.divisor,
             "gradient_denominator": self.windows.weighting.unit,
             "precision": precision.describe_dtypes(self.plugin, self._dtypes),
-            "tensors_created_without_values": len(self._without_values),
-            "activation_checkpointing": self._checkpointed,
-            "compiled": self._compiled,
             "optimizer_step": self.steps.whole.describe(self.windows.optimizers),
-            **self._sharding,
+            **self.distributed.describe(),
         }
 
     def interrupt(self) -> None:

@@ -24,6 +24,7 @@ ORDER = [
     "plan",
     "strategy",
     "training_run",
+    "distributed_module",
     "micro_batch",
     "advice",
     "launch",

@@ -70,7 +70,7 @@ class OptimizerSteps:
             after_step = torch_internals.register_first_post_hook(optimizer, self._after_step)
             self._patches.callback(after_step.remove)
             for watched in (optimizer, wrapper):
-                _call_after(self._patches, watched, "zero_grad", partial(self._drop, optimizer))
+                self._patches.call_after(watched, "zero_grad", partial(self._drop, optimizer))
 
     def _drop(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         self._windows.drop(optimizer_parameters(optimizer))
@@ -90,9 +90,9 @@ class OptimizerSteps:
             windows.toggled = None
             on_toggle()
 
-        _call_after(patches, module, "zero_grad", lambda *_, **__: windows.drop(windows.parameters))
-        _call_after(patches, module, "toggle_optimizer", toggled)
-        _call_after(patches, module, "untoggle_optimizer", untoggled)
+        patches.call_after(module, "zero_grad", lambda *_, **__: windows.drop(windows.parameters))
+        patches.call_after(module, "toggle_optimizer", toggled)
+        patches.call_after(module, "untoggle_optimizer", untoggled)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
@@ -253,7 +253,7 @@ class OptimizerSteps:
         patches.set(plugin, "clip_gradients", clip_gradients)
         # The last hook before an optimizer steps.
         last = "configure_gradient_clipping" if module.automatic_optimization else "on_before_optimizer_step"
-        _call_after(patches, module, last, self._measure_if_asked)
+        patches.call_after(module, last, self._measure_if_asked)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""
@@ -285,14 +285,3 @@ class OptimizerSteps:
             rescale_clip.check_finite(norm, self._windows.mesh.groups)
         self._windows.report_norm(unwrap(optimizer), norm)
         return norm
-
-
-def _call_after(patches: PatchStack, target: Any, name: str, function: Callable[..., None]) -> None:
-    """Call ``function`` after the method ``name`` of ``target``, with its arguments."""
-    method = getattr(target, name)
-
-    def method_then_function(*args: Any, **kwargs: Any) -> None:
-        method(*args, **kwargs)
-        function(*args, **kwargs)
-
-    patches.set(target, name, method_then_function)

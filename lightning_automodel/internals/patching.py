@@ -58,6 +58,22 @@ class PatchStack(ExitStack):
             value = _Replacement(value, replaced)
         setattr(target, name, value)
 
+    def call_after(self, target: Any, name: str, function: Callable[..., Any]) -> None:
+        """Call ``function`` after each call of the method ``name`` of ``target``, with the same arguments.
+
+        Raises:
+            AttributeError: As :meth:`set`.
+        """
+        _check_exists(target, name)
+        method = getattr(target, name)
+
+        def method_then_function(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            function(*args, **kwargs)
+            return result
+
+        self.set(target, name, method_then_function)
+
     def ignore_warnings(self, text: str) -> None:
         """Show no warning that begins with ``text``. Filters of other code stay, and an equal one too."""
         before = list(warnings.filters)

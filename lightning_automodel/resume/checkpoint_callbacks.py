@@ -18,7 +18,6 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
     calls them last. Within a window, which a resumed run would begin again, Lightning's own hooks are not called.
     """
     module = trainer.lightning_module
-    hook = module.on_train_batch_end
     called_last: list[Any] = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (Checkpoint, Timer)):
@@ -26,15 +25,14 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
             called_last.append(callback.on_train_batch_end)
             patches.set(callback, "on_train_batch_end", lambda *_: None)
 
-    def hook_then_saves(*args: Any) -> None:
-        hook(*args)
+    def save_all(*args: Any) -> None:
         for save in called_last:
             # A user's own may count batches.
             if not (is_within_window() and defined_in(save, "lightning", "pytorch_lightning")):
                 save(trainer, module, *args)
 
     if called_last:
-        patches.set(module, "on_train_batch_end", hook_then_saves)
+        patches.call_after(module, "on_train_batch_end", save_all)
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
