@@ -53,15 +53,11 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.fsdp2_setup import set_prefetch
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnit, Phase, PhasedEngine
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnits, Phase, PhasedEngine
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import refuse_second_derivatives, share_random_state
 from lightning_automodel.sharding.units import fsdp_roots, is_head
-from lightning_automodel.sharding.whole_copies import versions
-
-_NUM_COMPARISONS = 4
-"""How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
 
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
@@ -114,7 +110,7 @@ class FSDP2Engine(PhasedEngine):
     or drawn at random there.
 
     Attributes:
-        units: The FSDP units of the module, each with its gathered parameters.
+        gathered: The FSDP units of the module, each with its gathered parameters.
         phase: What runs.
 
     Args:
@@ -131,25 +127,21 @@ class FSDP2Engine(PhasedEngine):
         self.model = module
         self._defer = report["defer_fsdp_grad_sync"]
         self._retain_unsharded = not report["reshard_during_accumulation"]
-        self._num_comparisons_left = _NUM_COMPARISONS
         self._host_group = placement.host_group
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
         # By group, how many of its forwards the backward will leave, if the step has called any repeatedly.
         self._forwards_left: Counter[Any] = Counter()
-        self.units: list[GatheredUnit] = []
         roots: list[Any] = fsdp_roots(module)
         units_of = {root: fsdp2.fsdp_units(root) for root in roots}
-        for index, shown in enumerate(dict.fromkeys(chain.from_iterable(units_of.values()))):
-            unit = GatheredUnit(shown, self)
-            self.units.append(unit)
+        modules = dict.fromkeys(chain.from_iterable(units_of.values()))
+        self.gathered = GatheredUnits(modules, lambda unit: unit is module or is_head(unit), self)
+        for index, unit in enumerate(self.gathered.units):
             self._patches.callback(unit.close)
             note = partial(self._note, index)
-            fsdp2.watch_unit(shown, note, self.keep_gathered, self._forwards_left, self._patches)
-        # Units whose parameters stay gathered for the whole step.
-        self._whole_step = [unit for unit in self.units if unit.module is module or is_head(unit.module)]
+            fsdp2.watch_unit(unit.module, note, self.keep_gathered, self._forwards_left, self._patches)
         self._roots = {root: fsdp2.groups_of(units) for root, units in units_of.items()}
-        self._groups = [group for unit in self.units for group in unit.groups]
+        self._groups = [group for unit in self.gathered.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
         of_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
         self._patches.callback(fsdp2.set_flags, of_setup)
@@ -163,20 +155,17 @@ class FSDP2Engine(PhasedEngine):
             # A step may run backwards of its own, and go on with those of the whole step.
             self._resharding_in_step = of_setup | {
                 group: of_setup[group]._replace(reshard_after_backward=False)
-                for unit in self._whole_step
+                for unit in self.gathered.whole_step
                 for group in unit.groups
             }
-        self._shards = [param.sharded_param for unit in self.units for param in unit.params]
-        self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
-        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
-        self._written: list[Any] = []  # shards, between a forward and the backward that runs
+        self._experts = {shard for shard in self.gathered.shards if num_expert_ranks(shard) > 1}
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         self._prefetch = partial(set_prefetch, module, report["prefetch"], placement.device.type == "cpu")
         self._prefetch_is_pending = report["prefetch"] > 0
         if report["prefetch"]:
             self._patches.callback(set_prefetch, module, 0, in_background=False)
         if mesh.tensor_group is not None:
-            split = {p for p in self._shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
+            split = {p for p in self.gathered.shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
             for layer in module.modules():
                 if not split.isdisjoint(layer.parameters(recurse=False)):
                     hook = layer.register_forward_hook(refuse_second_derivatives)
@@ -237,7 +226,7 @@ class FSDP2Engine(PhasedEngine):
         self.release(reuses_retained=True)
         self.calls.clear()
         self.resume_step()
-        self._versions_at_start = versions(self._shards)
+        self.gathered.note_start()
 
     @override
     def resume_step(self) -> None:
@@ -245,19 +234,15 @@ class FSDP2Engine(PhasedEngine):
 
     @override
     def end_forward(self) -> None:
-        self._check_current()
-        self._show_shards(retained=True)
+        self.gathered.check_current()
         self.enter(Phase.BEFORE_BACKWARD)
+        self.gathered.show_shards(retained=True)
 
     @override
     def end_step(self) -> None:
-        self._check_current()
-        self._show_shards(retained=False)
-
-    def _check_current(self) -> None:
-        for unit in self._whole_step:  # others are looked at when they are called
-            if unit.is_gathered:
-                unit.check_current()
+        self.gathered.check_current()
+        self.enter(Phase.HOOKS)
+        self.gathered.show_shards(retained=False)
 
     @override
     def keep(self, backward: BackwardPass) -> None:
@@ -271,7 +256,8 @@ class FSDP2Engine(PhasedEngine):
                 self._prefetch()
         else:
             self._reduce_as(NONE)
-        self._show_shards(retained=self._retain_unsharded and not backward.ends)
+        self.enter(Phase.HOOKS)
+        self.gathered.show_shards(retained=self._retain_unsharded and not backward.ends)
 
     @contextmanager
     def apart(self, phase: Phase) -> Iterator[None]:
@@ -286,60 +272,17 @@ class FSDP2Engine(PhasedEngine):
         self.release()
         self.enter(Phase.HOOKS)
 
-    def _show_shards(self, retained: bool) -> None:
-        """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
-        self.enter(Phase.HOOKS)
-        self._settle()
-        if self._num_comparisons_left > 0:
-            self._num_comparisons_left -= 1
-            for unit in self.units:
-                unit.check_uncounted_writes()
-        for unit in self.units:
-            if unit.is_gathered and retained:
-                unit.retain()
-            elif unit.is_gathered:
-                unit.free()
-
-    def _settle(self) -> None:
-        """Let shards follow what was done to their copies. Not a collective."""
-        for unit in self.units:
-            unit.settle()
-
     @override
     def release(self, reuses_retained: bool = False) -> None:
-        """Free what is gathered, so that nothing stale is used once weights are written.
-
-        Or show retained parameters again, unless the sharded ones were written since.
-        """
-        self._settle()
-        for unit in self.units:
-            can_reuse = reuses_retained and unit.is_retained and not unit.written
-            if can_reuse and unit.show_retained():
-                continue
-            unit.free()
-            unit.note_shards()
+        self.gathered.release(reuses_retained)
 
     @override
     def requires_grad_changed(self) -> None:
-        for unit in self.units:
-            if unit.is_gathered:  # a backward that is to come needs it
-                unit.show_gathered()
-            else:
-                unit.free()
+        self.gathered.show_trainable()
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        self._settle()
-        is_written = versions(self._shards) != self._versions_at_start
-        if is_written:
-            self._check_current()  # the step itself may have written them
-        freed: set[GatheredUnit] = set()  # by a hook's forward
-        for unit in self.units:
-            if unit.is_retained and not unit.show_retained():
-                freed.add(unit)
-        self._written = []
-        if freed or is_written:
-            self._use_written_shards(freed)
+        self.gathered.show_for_backward()
         reductions = fsdp2.Reductions(
             reduce_grads=backward.ends or self._defer is not True,
             all_reduce_grads=backward.ends or self._defer is False,
@@ -352,20 +295,6 @@ class FSDP2Engine(PhasedEngine):
         if reductions.reduce_grads:
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
-
-    def _use_written_shards(self, freed: set[GatheredUnit]) -> None:
-        """Note the shards that were written since their forward, and gather them anew: a backward follows.
-
-        It computes with the weights of now, as if FSDP2 gathered them for it; :meth:`reduce` raises if it reaches a
-        shard that was written.
-        """
-        for unit in self.units:
-            written = unit.written_since_forward()
-            self._written += written
-            if unit in freed or (written and unit.is_gathered):
-                unit.free()
-                unit.note_shards()
-                fsdp2.gather(unit.module)
 
     @override
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
@@ -388,7 +317,7 @@ class FSDP2Engine(PhasedEngine):
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
                 " is gathered during all of training_step."
             )
-        for shard in self._written:
+        for shard in self.gathered.written:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
         self._forwards_left.clear()
@@ -428,7 +357,7 @@ class FSDP2Engine(PhasedEngine):
             )
         with self.apart(Phase.STEP):
             while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
-                unit = self.units[index].module
+                unit = self.gathered.units[index].module
                 unit.unshard()
                 unit.reshard()
             self._note(_STEP_ENDS)
@@ -459,7 +388,7 @@ class FSDP2Engine(PhasedEngine):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        wanted = set(self._shards if parameters is None else parameters)
+        wanted = set(self.gathered.shards if parameters is None else parameters)
         for group in self._groups:
             owned = [p for p in group.fsdp_params if p.sharded_param in wanted]
             if not owned:
@@ -491,10 +420,8 @@ class FSDP2Engine(PhasedEngine):
         self.unit_order = 0  # ranks may have failed in different places
         self._forwards_left.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
-        gradients = [(shard, shard.grad) for shard in self._shards]
-        for unit in self.units:
-            unit.forget_writes()
-            unit.forget_background_gather()
+        gradients = [(shard, shard.grad) for shard in self.gathered.shards]
+        self.gathered.give_up()
         for root in self._roots:
             root.reset_iter_state()
         self.release()

@@ -12,6 +12,7 @@ other classes.
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -33,6 +34,9 @@ from lightning_automodel.sharding.gathered_tensor import (
     text_of_refusal,
 )
 from lightning_automodel.sharding.whole_copies import note_write, versions
+
+_NUM_COMPARISONS = 4
+"""How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
 
 _SUBSTITUTED = (
     "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
@@ -213,6 +217,109 @@ class GatheredUnit(fsdp2.Unit):
         for gathered in self._copies:
             make_plain(gathered)
         self._copies.clear()
+
+
+class GatheredUnits:
+    """The units of a module, and what they have gathered from the first forward of a step, or of a window, on.
+
+    Attributes:
+        units: Each with its gathered parameters.
+        shards: The parameters of all units.
+        written: The shards that were written between a forward and the backward that runs.
+
+    Args:
+        modules: The FSDP units, each once.
+        stays: Whether the parameters of a unit stay gathered for the whole step.
+        engine: Of which they are.
+    """
+
+    def __init__(
+        self, modules: Iterable[FSDPModule], stays: Callable[[nn.Module], bool], engine: PhasedEngine
+    ) -> None:
+        self.units = [GatheredUnit(module, engine) for module in modules]
+        self.shards = [param.sharded_param for unit in self.units for param in unit.params]
+        self.whole_step = [unit for unit in self.units if stays(unit.module)]
+        self.written: list[Any] = []
+        self._num_comparisons_left = _NUM_COMPARISONS
+        self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
+
+    def note_start(self) -> None:
+        """The forwards of a step begin."""
+        self._versions_at_start = versions(self.shards)
+
+    def settle(self) -> None:
+        """Let shards follow what was done to their copies. Not a collective."""
+        for unit in self.units:
+            unit.settle()
+
+    def check_current(self) -> None:
+        """Raise RuntimeError if a step has written shards of units that stay gathered for all of it."""
+        for unit in self.whole_step:  # others are looked at when they are called
+            if unit.is_gathered:
+                unit.check_current()
+
+    def show_shards(self, retained: bool) -> None:
+        """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
+        self.settle()
+        if self._num_comparisons_left > 0:
+            self._num_comparisons_left -= 1
+            for unit in self.units:
+                unit.check_uncounted_writes()
+        for unit in self.units:
+            if unit.is_gathered and retained:
+                unit.retain()
+            elif unit.is_gathered:
+                unit.free()
+
+    def release(self, reuses_retained: bool) -> None:
+        """Free what is gathered, so that nothing stale is used once weights are written.
+
+        Or show retained parameters again, unless the sharded ones were written since.
+        """
+        self.settle()
+        for unit in self.units:
+            can_reuse = reuses_retained and unit.is_retained and not unit.written
+            if can_reuse and unit.show_retained():
+                continue
+            unit.free()
+            unit.note_shards()
+
+    def show_for_backward(self) -> None:
+        """Show retained parameters again. What hooks have freed or written is gathered anew: a collective if so.
+
+        The backward computes with the weights of now, as if FSDP2 gathered them for it; :attr:`written` has the shards
+        that it must not reach.
+        """
+        self.settle()
+        is_written = versions(self.shards) != self._versions_at_start
+        if is_written:
+            self.check_current()  # the step itself may have written them
+        freed: set[GatheredUnit] = set()  # by a hook's forward
+        for unit in self.units:
+            if unit.is_retained and not unit.show_retained():
+                freed.add(unit)
+        self.written = []
+        for unit in self.units if freed or is_written else ():
+            written = unit.written_since_forward()
+            self.written += written
+            if unit in freed or (written and unit.is_gathered):
+                unit.free()
+                unit.note_shards()
+                fsdp2.gather(unit.module)
+
+    def show_trainable(self) -> None:
+        """Parameters were frozen or unfrozen: show gathered ones as their shards are now."""
+        for unit in self.units:
+            if unit.is_gathered:  # a backward that is to come needs it
+                unit.show_gathered()
+            else:
+                unit.free()
+
+    def give_up(self) -> None:
+        """After an exception, forget what was written to copies, and gathers that other ranks may not join."""
+        for unit in self.units:
+            unit.forget_writes()
+            unit.forget_background_gather()
 
 
 @torch.no_grad()
