@@ -44,8 +44,7 @@ APART = [
     ("failure", room)
     for room in ("checkpoint", "resume", "context_parallel", "expert_parallel", "sharding", "gradients")
 ]
-# Held by the absence of cycles alone: the engines read the options, which check themselves by functions of
-# theirs.
+# Held by the absence of cycles alone: engines read the options, which check themselves by engines' functions.
 ANYWHERE = {"__init__", "alias_pytorch_lightning", "options", "callbacks", "data"}
 
 
