@@ -234,7 +234,7 @@ class TrainingRun:
         checks.check_order(parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.of(optimizer)  # which raises for options that are not possible
-        self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
+        self.steps.watch_module(self.module, self.patches)
         checks.check_hooks(parameters.named)
 
     def move_optimizer_states(self, optimizers: list[Optimizer]) -> None:

@@ -143,9 +143,6 @@ class Engine:
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
 
-    def requires_grad_changed(self) -> None:
-        """Parameters were frozen or unfrozen."""
-
     def evaluation(self, find_leader: Callable[[], int | None]) -> AbstractContextManager[None]:
         """Context of a step of evaluation or prediction; after it, a callback may swap weights.
 

@@ -75,20 +75,16 @@ class OptimizerSteps:
     def _drop(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         self._windows.drop(optimizer_parameters(optimizer))
 
-    def watch_module(
-        self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]
-    ) -> None:
-        """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
+    def watch_module(self, module: pl.LightningModule, patches: PatchStack) -> None:
+        """Watch ``module.zero_grad`` and optimizer toggling."""
         self._is_automatic = module.automatic_optimization
         windows = self._windows
 
         def toggled(optimizer: OneOptimizer) -> None:
             windows.toggled = unwrap(optimizer)
-            on_toggle()
 
         def untoggled(optimizer: OneOptimizer) -> None:
             windows.toggled = None
-            on_toggle()
 
         patches.call_after(module, "zero_grad", lambda *_, **__: windows.drop(windows.parameters))
         patches.call_after(module, "toggle_optimizer", toggled)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 DATA: Any = Tensor.data
 GRAD: Any = Tensor.grad
+REQUIRES_GRAD: Any = Tensor.requires_grad
 """The descriptors of attributes that classes of ours replace."""
 
 plain_access: Any = torch._C.DisableTorchFunctionSubclass

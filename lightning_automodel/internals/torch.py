@@ -209,10 +209,8 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor: every in-place write but through ``.data`` counts."""
 
 
-use_and_writes: Callable[[Tensor], tuple[bool, int, int]] = attrgetter(
-    "requires_grad", "_version", "alias._version"
-)
-"""Whether a tensor requires gradients, and the version counters of it and of its ``alias``."""
+writes: Callable[[Tensor], tuple[int, int]] = attrgetter("_version", "alias._version")
+"""The version counters of a tensor and of its ``alias``."""
 
 
 def patch_unscaling(

@@ -22,7 +22,6 @@ a forward                 as before           as before                  stay fo
 :meth:`discard`           as before           BY_FSDP2, if all           as before
                                               gradients are dropped
 :meth:`keep_gathered`     as before           as before                  a group's stay for each such step from now on
-requires_grad changes     as before           as before                  shown again, if they are gathered
 :meth:`close`             as at set-up        as at set-up               freed
 ========================  ==================  =========================  =======================================
 
@@ -204,7 +203,6 @@ class FSDP2Engine(PhasedEngine):
             super()._watch(parameter)
             return
         leaf = param.unsharded_param  # the same from the first all-gather on
-        leaf.requires_grad = True  # as the next all-gather sets it
         super()._watch(leaf)
         with plain_access():
             if parameter in self._experts:
@@ -275,10 +273,6 @@ class FSDP2Engine(PhasedEngine):
     @override
     def release(self, reuses_retained: bool = False) -> None:
         self.gathered.release(reuses_retained)
-
-    @override
-    def requires_grad_changed(self) -> None:
-        self.gathered.show_trainable()
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:

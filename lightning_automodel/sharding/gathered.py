@@ -24,7 +24,7 @@ from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.torch import local_tensor, use_and_writes
+from lightning_automodel.internals.torch import local_tensor, writes
 from lightning_automodel.sharding.gathered_tensor import (
     IN_HOOKS,
     WRITTEN_TWICE,
@@ -162,29 +162,26 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        self._noted = list(map(use_and_writes, self._copies))
+        self._noted = list(map(writes, self._copies))
 
     def settle(self) -> None:
-        """Let shards follow what was done to their copies. Not a collective.
+        """Write into the shards what was written to their copies. Not a collective.
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        noted = list(map(use_and_writes, self._copies))
+        noted = list(map(writes, self._copies))
         if noted == self._noted:
             return
         written = self.written
         for number, param in enumerate(self.params):
-            trained, *writes_before = self._noted[number]
-            trains, *writes_now = noted[number]
+            if noted[number] == self._noted[number]:
+                continue
             shard = param.sharded_param
-            if trains != trained and shard.requires_grad == trained:
-                shard.requires_grad_(trains)
-            if writes_now != writes_before:
-                _write_back(param, not any(shard is one for one in written))
-                note_write(shard, [local_tensor(param.unsharded_param)])
-                self._gathered_versions[number] += 1
-                if self._forward_versions:
-                    self._forward_versions[number] += 1
+            _write_back(param, not any(shard is one for one in written))
+            note_write(shard, [local_tensor(param.unsharded_param)])
+            self._gathered_versions[number] += 1
+            if self._forward_versions:
+                self._forward_versions[number] += 1
         self.forget_writes()
 
     def check_uncounted_writes(self) -> None:
@@ -248,7 +245,7 @@ class GatheredUnits:
         self._versions_at_start = versions(self.shards)
 
     def settle(self) -> None:
-        """Let shards follow what was done to their copies. Not a collective."""
+        """Write into the shards what was written to their copies. Not a collective."""
         for unit in self.units:
             unit.settle()
 
@@ -306,14 +303,6 @@ class GatheredUnits:
                 unit.free()
                 unit.note_shards()
                 fsdp2.gather(unit.module)
-
-    def show_trainable(self) -> None:
-        """Parameters were frozen or unfrozen: show gathered ones as their shards are now."""
-        for unit in self.units:
-            if unit.is_gathered:  # a backward that is to come needs it
-                unit.show_gathered()
-            else:
-                unit.free()
 
     def give_up(self) -> None:
         """After an exception, forget what was written to copies, and gathers that other ranks may not join."""

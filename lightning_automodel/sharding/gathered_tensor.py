@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD
+from lightning_automodel.internals.dtensor import DATA, GRAD, REQUIRES_GRAD, plain_access
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import own_part
 
@@ -77,8 +77,14 @@ def _is_asked_by_torch(gathered: Any) -> bool:
     return gathered.engine.backward is not None or torch_internals.is_read_by_torch()
 
 
+def _set_requires_grad(gathered: Any, value: bool) -> None:
+    with plain_access():
+        for parameter in (gathered, gathered.shard):
+            REQUIRES_GRAD.__set__(parameter, value)
+
+
 class GatheredTensor:
-    """A parameter that FSDP2 has gathered. It shows the gradient of the shard.
+    """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and is trainable as the shard is.
 
     Attributes:
         shard: The sharded parameter.
@@ -92,6 +98,12 @@ class GatheredTensor:
     alias: Tensor
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad)
+    requires_grad = property(REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        """Set ``requires_grad``."""
+        self.requires_grad = requires_grad
+        return self
 
     def __deepcopy__(self: Any, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(), self.requires_grad)

@@ -25,6 +25,7 @@ from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
     GRAD,
+    REQUIRES_GRAD,
     break_graphs_at,
     plain_access,
     support_foreach,
@@ -102,6 +103,25 @@ class Shard(DTensor):
                 value.parameter_name = self.parameter_name
                 value.engine = self.engine
             GRAD.__set__(self, value)
+
+    @property
+    def requires_grad(self) -> Any:
+        """Whether it is trainable, as what FSDP2 has gathered of it is."""
+        with plain_access():
+            return REQUIRES_GRAD.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        copied = getattr(self.fsdp_param, "unsharded_param", None)
+        with plain_access():
+            REQUIRES_GRAD.__set__(self, value)
+            if copied is not None:
+                REQUIRES_GRAD.__set__(copied, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set :attr:`requires_grad`."""
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> Any:
@@ -280,7 +300,7 @@ _VIEWING_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 _AS_DTENSORS = """
     dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
     is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
-    is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
+    is_signed ndimension nelement numel retain_grad size stride storage_offset
     __len__ __hash__ __format__ __delete__ _has_compatible_shallow_copy_type _is_view
     result_type can_cast is_tensor
 """.split()  # noqa: SIM905 (a table of names)

@@ -57,9 +57,14 @@ def _no_shift(ids: Tensor) -> Tensor:
 def _adversarial(case: Case, net: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """[b, s, d] a shift of the embeddings that makes the loss larger."""
     shift = _no_shift(ids)
+    trained = [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+    if case.inner == "fgsm":
+        net.requires_grad_(False)
     loss = cross_entropy(case, net(ids, shift)[0], labels, "sum")
     if case.inner == "fgsm":
         gradient = torch.autograd.grad(loss, shift)[0]
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name in trained)
     else:
         loss.backward(inputs=[shift])
         gradient = shift.grad

@@ -88,6 +88,15 @@ def looked_at(self: Parts, hidden: Tensor) -> Tensor:
     return in_turn(self, hidden)
 
 
+def attacked(self: Parts, hidden: Tensor) -> Tensor:
+    """The layers are frozen while their input is attacked."""
+    self.parts.requires_grad_(False)
+    shifted = hidden.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(in_turn(self, shifted).sum(), shifted)
+    self.parts.requires_grad_(True)
+    return in_turn(self, hidden + slope.sign())
+
+
 def scripted() -> Parts:
     """Blocks and a head in TorchScript, beside a layer of Python."""
     parts = [*layers(2), nn.Linear(ROW, ROW)]
@@ -134,6 +143,7 @@ MODELS: dict[str, Any] = {
     "Heads, all in the loss": lambda: heads(reaches_all=True),
     "Repeated": lambda: Parts(layers(), repeated),
     "Looked at": lambda: Parts(layers(), looked_at),
+    "Attacked": lambda: Parts(layers(), attacked),
     "Scripted": scripted,
     "PreActivation": pre_activation,
     "Adjoint": adjoint,
@@ -165,6 +175,8 @@ DEFAULT = (
     "Heads, kept",
     "Heads, all in the loss, kept",
     "Looked at, kept",
+    "Attacked, kept",
+    "Attacked, by hand",
     "Repeated, kept",
     "Repeated, remedy, resharded",
     "Scripted, by hand",
@@ -174,11 +186,9 @@ DEFAULT = (
 )
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
 del CASES["in the last micro-batch, by hand"]  # every call counts there
-del CASES["another number, kept"], CASES["another number, by hand"]  # ranks wait for each other in a gather
-del (
-    CASES["Repeated, by hand"],
-    CASES["Looked at, by hand"],
-)  # so they do there, where parameters are resharded
+# Ranks wait for each other in a gather, also where parameters are resharded.
+for name in ("another number, kept", "another number, by hand", "Repeated, by hand", "Looked at, by hand"):
+    del CASES[name]
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
