@@ -149,7 +149,8 @@ class MicroBatches:
         """Look closer at a batch of the first window: some of it reads the device."""
         windows = self.windows
         # Before backwards in the step that are not the strategy's.
-        self.engine.track({p for p in windows.parameters if p.requires_grad})
+        with plain_access():
+            self.engine.track({p for p in windows.parameters if p.requires_grad})
         if windows.mesh.tensor_group is not None:
             check_same_batch(batch, windows.mesh.tensor_group, "tensor-parallel")
         if self.ahead is not None and not self._step.is_padding:

@@ -34,6 +34,7 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import logged_values
 from lightning_automodel.internals import metrics as metrics_internals
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
@@ -235,7 +236,8 @@ class TrainingRun:
         for optimizer in optimizers:
             self.steps.whole.of(optimizer)  # which raises for options that are not possible
         self.steps.watch_module(self.module, self.patches)
-        checks.check_hooks(parameters.named)
+        with plain_access():
+            checks.check_hooks(parameters.named)
 
     def move_optimizer_states(self, optimizers: list[Optimizer]) -> None:
         """Move optimizer states to their parameters: the end of an earlier fit may have moved them to the host.

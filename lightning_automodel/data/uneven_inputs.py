@@ -57,13 +57,15 @@ class UnevenInputs:
         self._logging = ""  # the name of the value that is logged at the moment
         self._reduced = 0  # a number of the names of values that ranks have reduced as they logged them
         self._loaders: Any = None  # those of training that _begin_loaders has seen
+        self._trained_loaders: list[Any] = []  # each of them
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def _begin_loaders(self) -> None:
         """Called at the first batch of new training loaders, when it is known how many there are."""
-        loaders = self._trained_loaders
+        loaders = CombinedLoader(self._loaders).flattened
+        self._trained_loaders = loaders
         tracked = [loader for loader in loaders if isinstance(loader, TrackedLoader)]
         self._tracked = None
         if len(loaders) == len(tracked) == 1:
@@ -314,10 +316,6 @@ class UnevenInputs:
                 " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"
                 " DataLoader(drop_last=True) makes batches equal."
             )
-
-    @property
-    def _trained_loaders(self) -> list[Any]:
-        return CombinedLoader(self._loaders).flattened
 
     @property
     def _evaluated_loaders(self) -> list[Any]:

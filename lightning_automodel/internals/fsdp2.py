@@ -361,6 +361,8 @@ def _has_memory(group: FSDPParamGroup) -> bool:
 
 def gather(unit: FSDPModule) -> None:
     """Gather the parameters of ``unit``, unless they are. A collective if not."""
+    if all(map(_IS_UNSHARDED, groups_of([unit]))):
+        return  # FSDP2 would prepare each parameter anew
     with torch.inference_mode(False), torch.no_grad():
         unit.unshard()
 

@@ -62,8 +62,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}".lstrip("."): buffer
         for path, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
+        for name, buffer in buffers_of(owner).items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
     }
 
 

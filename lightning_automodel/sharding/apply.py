@@ -222,7 +222,7 @@ def broadcast_tensors(
     if group.size() == 1 or not own:
         return
     # As bytes: no backend knows every dtype.
-    plain = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in own]
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in own]
     # A contiguous tensor of one element may have another stride.
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in plain]
     sent = [tensor.view(torch.uint8).to(device) for tensor in flat]

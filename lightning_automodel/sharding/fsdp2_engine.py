@@ -159,10 +159,11 @@ class FSDP2Engine(PhasedEngine):
             }
         self._experts = {shard for shard in self.gathered.shards if num_expert_ranks(shard) > 1}
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
-        self._prefetch = partial(set_prefetch, module, report["prefetch"], placement.device.type == "cpu")
+        units = units_of.values()
+        self._prefetch = partial(set_prefetch, units, report["prefetch"], placement.device.type == "cpu")
         self._prefetch_is_pending = report["prefetch"] > 0
         if report["prefetch"]:
-            self._patches.callback(set_prefetch, module, 0, in_background=False)
+            self._patches.callback(set_prefetch, units, 0, in_background=False)
         if mesh.tensor_group is not None:
             split = {p for p in self.gathered.shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
             for layer in module.modules():

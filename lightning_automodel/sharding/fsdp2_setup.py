@@ -1,7 +1,7 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
@@ -81,17 +81,18 @@ def _report_on_units(
     }
 
 
-def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
+def set_prefetch(units_of_roots: Iterable[list[Any]], num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
 
+    Of each root it is given the units, the first of which is the root itself.
     0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the
     arguments. If units run in another order than they are registered in, memory is wasted; if ranks use different
     ones, they start other numbers of gathers, and hang.
     """
-    for root in units.fsdp_roots(model):
-        forward = fsdp2.fsdp_units(cast(nn.Module, root))
+    for forward in units_of_roots:
         fsdp2.set_background_gathers(forward, in_background)
-        backward = [root, *reversed(forward[1:])]
+        root, *others = forward
+        backward = [root, *reversed(others)]
         for index in range(len(forward)):
             following = slice(index + 1, index + 1 + num_ahead)
             forward[index].set_modules_to_forward_prefetch(forward[following])

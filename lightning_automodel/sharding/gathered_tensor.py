@@ -121,8 +121,8 @@ def make_gathered(param: fsdp2.FSDPParam, engine: Engine) -> Any:
     """Give what FSDP2 gathers of a shard, which stays the same object, its class, and what users have set on it."""
     gathered = param.unsharded_param
     shard = param.sharded_param
-    of_users = vars(shard).keys() - vars(type(shard)).keys()
-    vars(gathered).update({name: getattr(shard, name) for name in of_users})
+    own = vars(type(shard))
+    vars(gathered).update({name: value for name, value in vars(shard).items() if name not in own})
     gathered.shard = shard
     gathered.engine = engine
     gathered.alias = DATA.__get__(gathered)

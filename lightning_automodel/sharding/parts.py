@@ -6,7 +6,6 @@ raises :class:`NeedsWholes` if it cannot.
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.gradients.token_loss import wide_dtype
-from lightning_automodel.internals.dtensor import alike, with_part
+from lightning_automodel.internals.dtensor import alike, layout_of, with_part
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import (
     Call,
@@ -30,9 +29,6 @@ from lightning_automodel.sharding.whole_copies import (
 
 class NeedsWholes(Exception):  # noqa: N818 (no error: the whole tensors are gathered)
     """What is asked for cannot be computed on parts."""
-
-
-_layout_of = attrgetter("shape", "placements", "device_mesh")
 
 
 # --- Element by element ---------------------------------------------------------------------------------------------
@@ -109,7 +105,7 @@ def part_like(value: Any, like: Any, is_followed: bool) -> Any:
             raise NeedsWholes
         return value
     needs_gradient = is_followed and value.requires_grad
-    if value is like or (isinstance(value, DTensor) and _layout_of(value) == _layout_of(like)):
+    if value is like or (isinstance(value, DTensor) and layout_of(value) == layout_of(like)):
         return value.to_local() if needs_gradient else local_tensor(value)
     if needs_gradient:
         raise NeedsWholes

@@ -77,7 +77,7 @@ class Shard(DTensor):
         call = Call(function, args, kwargs or {})
         with plain_access():
             try:
-                return _RULES.get(function.__name__, on_wholes)(call)
+                return _RULES.get(call.name, on_wholes)(call)
             except NeedsWholes:
                 pass
             return on_wholes(call)

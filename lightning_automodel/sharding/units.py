@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.torch import uncompiled
+from lightning_automodel.internals.torch import parameters_of, uncompiled
 from lightning_automodel.sharding.precision import HALF
 from lightning_automodel.sharding.quantized import stays_whole
 
@@ -75,8 +75,12 @@ def plan_sharding(
     else:
         found = list(dict.fromkeys(block for root in roots for block in _repeated_blocks(root)))
         if root_is_model:
-            linear = [module for module in modules if isinstance(module, nn.Linear)]
-            large = [layer for layer in linear if layer.in_features * layer.out_features >= HEAD_ELEMENTS]
+            large = [
+                module
+                for module in modules
+                if isinstance(module, nn.Linear)
+                and module.in_features * module.out_features >= HEAD_ELEMENTS
+            ]
     found = [unit for unit in found if unit not in roots]
     places = _places(model, roots, {*found, *large})
     shared = {unit for ways in places.values() if len(ways) > 1 for _, unit in ways}
@@ -108,8 +112,9 @@ def _places(
             root = module
         if unit is None and module in units:
             unit = module
-        for parameter in module.parameters(recurse=False):
-            places[parameter].add((root, unit))
+        for parameter in parameters_of(module).values():
+            if parameter is not None:
+                places[parameter].add((root, unit))
         for child in module.children():
             visit(child, root, unit)
 

@@ -7,7 +7,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,23 +41,21 @@ _FOLLOWED = (
 )
 
 
-class Call(NamedTuple):
-    """A call of a function of torch in which sharded tensors take part."""
+class Call:
+    """A call of a function of torch in which sharded tensors take part.
 
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    Attributes:
+        function: What is called, with ``args`` and ``kwargs``.
+        name: The function's.
+        values: All arguments.
+    """
 
-    @property
-    def name(self) -> str:
-        """The function's."""
-        name: str = self.function.__name__
-        return name
-
-    @property
-    def values(self) -> list[Any]:
-        """All arguments."""
-        return [*self.args, *self.kwargs.values()]
+    def __init__(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.name = function.__name__
+        self.values = [*args, *kwargs.values()]
 
     def run(self) -> Any:
         """Call the function."""
