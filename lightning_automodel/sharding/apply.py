@@ -128,8 +128,9 @@ def _run_steps_as_forward(
         try:
             for unit in whole_step:
                 fsdp2.gather(unit)
-            args, kwargs = before(root, args, kwargs)
-            return after(root, args, method(*args, **kwargs))
+            # On an accelerator FSDP2 would copy the containers of a batch, which steps write to.
+            before(root, (), {})
+            return after(root, (), method(*args, **kwargs))
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer
             # step.

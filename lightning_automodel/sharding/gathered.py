@@ -25,6 +25,7 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, writes
+from lightning_automodel.sharding.copied_containers import CopiedContainers, containers_in
 from lightning_automodel.sharding.gathered_tensor import (
     IN_HOOKS,
     WRITTEN_TWICE,
@@ -91,7 +92,7 @@ class GatheredUnit(fsdp2.Unit):
 
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
-        hook: Of its forwards.
+        hooks: Of its forwards.
     """
 
     def __init__(self, module: FSDPModule, engine: PhasedEngine) -> None:
@@ -110,7 +111,14 @@ class GatheredUnit(fsdp2.Unit):
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
-        self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
+        self._given: list[Any] = []  # containers among the arguments of the forward that runs
+        self._copied = CopiedContainers([], [])
+        hooked = cast(nn.Module, module)
+        self.hooks = [
+            hooked.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            hooked.register_forward_pre_hook(self._note_copies, with_kwargs=True),
+            hooked.register_forward_hook(self._after_forward),
+        ]
 
     # --- A forward ----------------------------------------------------------------------------------------------------
 
@@ -119,8 +127,9 @@ class GatheredUnit(fsdp2.Unit):
         self._gathered_versions = versions(self._shards)
 
     @torch_internals.not_compiled
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before FSDP2's own hook, which gathers the parameters unless they are."""
+        self._given = containers_in((args, *kwargs.values()))
         if self.is_substituted():
             raise RuntimeError(_SUBSTITUTED)
         if self.is_gathered:
@@ -135,6 +144,18 @@ class GatheredUnit(fsdp2.Unit):
         if torch.is_grad_enabled() and self.engine.backward is None:  # else a block is recomputed
             for group in self.groups:
                 self.engine.calls[group] += 1
+
+    @torch_internals.not_compiled
+    def _note_copies(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After FSDP2's own hook."""
+        if self._given:
+            self._copied = CopiedContainers(self._given, containers_in((args, *kwargs.values())))
+
+    @torch_internals.not_compiled
+    def _after_forward(self, *_: Any) -> None:
+        if self._given:
+            self._given = []
+            self._copied.write_back()
 
     @property
     def written(self) -> list[Any]:
@@ -210,7 +231,8 @@ class GatheredUnit(fsdp2.Unit):
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         for gathered in self._copies:
             make_plain(gathered)
         self._copies.clear()

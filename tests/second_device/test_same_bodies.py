@@ -91,6 +91,13 @@ class WithStates(LabelledModule):
             for key, value in state.items()
         }
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["of the step"] = True
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert "of the step" in batch
+
 
 def _places_of_states(options: dict[str, Any]) -> set[tuple[str, str, str]]:
     module = WithStates()
@@ -105,7 +112,7 @@ def _places_of_states(options: dict[str, Any]) -> set[tuple[str, str, str]]:
 def test_states_of_an_earlier_fit_follow_their_parameters(
     pool2: RankPool, options: dict[str, Any], place: str
 ) -> None:
-    """Offloaded shards stay on the host, and counters of steps where an optimizer has made them."""
+    """Offloaded shards stay on the host, and counters of steps where made; a step gets the batch itself."""
     expected = {(place, "step", "cpu")} | {(place, key, place) for key in ("exp_avg", "exp_avg_sq")}
     assert pool2.run(_places_of_states, options) == [expected] * 2
 

@@ -97,6 +97,25 @@ def attacked(self: Parts, hidden: Tensor) -> Tensor:
     return in_turn(self, hidden + slope.sign())
 
 
+class Collecting(nn.Linear):
+    """Appends to a list, pops from one in a dict, and adds to that: as with auxiliary losses and skip connections."""
+
+    def forward(self, hidden: Tensor, found: list[Tensor], state: dict[str, Any]) -> Tensor:
+        hidden = torch.tanh(super().forward(hidden)) + state["skips"].pop()
+        state["skips"].append(hidden)
+        state[f"of {len(found)}"] = hidden
+        found.append(hidden * 2)
+        return hidden
+
+
+def collected(self: Parts, hidden: Tensor) -> Tensor:
+    found = [hidden]
+    state = {"skips": [hidden.detach()]}
+    for part in self.parts:
+        hidden = part(hidden, found, state)
+    return hidden + sum(found) + state["of 1"] + state["skips"].pop()
+
+
 def scripted() -> Parts:
     """Blocks and a head in TorchScript, beside a layer of Python."""
     parts = [*layers(2), nn.Linear(ROW, ROW)]
@@ -144,6 +163,7 @@ MODELS: dict[str, Any] = {
     "Repeated": lambda: Parts(layers(), repeated),
     "Looked at": lambda: Parts(layers(), looked_at),
     "Attacked": lambda: Parts(layers(), attacked),
+    "Collected": lambda: Parts(nn.ModuleList(Collecting(ROW, ROW) for _ in range(3)), collected),
     "Scripted": scripted,
     "PreActivation": pre_activation,
     "Adjoint": adjoint,
@@ -177,6 +197,7 @@ DEFAULT = (
     "Looked at, kept",
     "Attacked, kept",
     "Attacked, by hand",
+    "Collected, kept",
     "Repeated, kept",
     "Repeated, remedy, resharded",
     "Scripted, by hand",
