@@ -272,11 +272,14 @@ class Resume:
         world_size = self._trainer.world_size
         if is_alike and len(ranks) == world_size:
             return ranks[self._trainer.global_rank]
+        used = ranks[0]["at"]["batches"] * saved["sizes"]["data_parallel"]
+        batches, num_repeated = divmod(used, sizes["data_parallel"])
         self._say(
             f"The checkpoint holds the states of {len(ranks)} ranks, saved in a run of {saved['sizes']}, and this run"
             f" has {world_size} of {sizes} (after an error, one rank saves alone): the data goes on where it stopped,"
-            " and each rank's random states, buffers and metrics of the epoch start afresh. Without a"
-            " DistributedSampler, samples of this epoch may be left out or used twice."
+            " and each rank's random states, buffers and metrics of the epoch start afresh. Within an epoch,"
+            f" {num_repeated} of {used} batches are used again, which these ranks do not divide evenly; without a"
+            " DistributedSampler, samples may be left out or used twice."
         )
         # Without what each rank has for itself.
         first = {**copy.deepcopy(ranks[0]), "random": None, "buffers": {}, "metrics": {}}
@@ -289,9 +292,7 @@ class Resume:
             if "begun" in loader:
                 loader["begun"] = {}
         if first["at"]["stage"] != loops.EPOCH:
-            # Rounded down: a few samples are used again.
-            used = first["at"]["batches"] * saved["sizes"]["data_parallel"]
-            first["at"]["batches"] = used // sizes["data_parallel"]
+            first["at"]["batches"] = batches
         return first
 
     def _go_on(self, loaded: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 """Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -28,6 +31,8 @@ ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "of
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
 
 def _selective() -> Any:
     """Contexts that save the results of attention and of every second matrix product, as torchtitan does."""
@@ -45,11 +50,52 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-class _Checkpoint:
-    """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
+_STATES = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""What may change when a forward computes with it: counters and generators."""
 
-    Otherwise running statistics would be updated twice, and a power iteration would give other weights the
-    second time. With ``offloads``, positional tensor arguments wait in host memory for the backward.
+
+@dataclass
+class _BlockState:
+    """What a block's forward may depend on, and change, besides parameters and torch's own random numbers."""
+
+    buffers: list[dict[str, Tensor | None]]
+    attributes: list[dict[str, Any]]  # counters and generators, of each module
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "_BlockState":
+        """The present one, made of the block's own tensors and generators."""
+        attributes = []
+        for own in map(vars, block.modules()):
+            attributes.append({name: value for name, value in own.items() if isinstance(value, _STATES)})
+        return cls(list(map(dict, _buffers(block))), attributes, random.getstate(), np.random.get_state())
+
+    def copied(self) -> "_BlockState":
+        """One that no forward changes."""
+        return replace(self, buffers=deepcopy(self.buffers), attributes=deepcopy(self.attributes))
+
+    def put_into(self, block: nn.Module) -> None:
+        """Make it the block's."""
+        for held, buffers in zip(_buffers(block), self.buffers, strict=True):
+            held.clear()
+            held.update(buffers)
+        for module, attributes in zip(block.modules(), self.attributes, strict=True):
+            vars(module).update(attributes)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+
+
+def _buffers(block: nn.Module) -> list[dict[str, Any]]:
+    return [holder._buffers for holder in block.modules() if holder._buffers]
+
+
+class _Checkpoint:
+    """Calls a function under activation checkpointing; its recomputation begins in the state that the forward found.
+
+    Otherwise running statistics would be updated twice, and a power iteration, a counter or a generator of the block's
+    own would give other values the second time. With ``offloads``, positional tensor arguments wait in host memory for
+    the backward.
     """
 
     is_on = True  # until the run ends, which it may survive
@@ -62,23 +108,23 @@ class _Checkpoint:
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        buffers = [holder._buffers for holder in self._module.modules() if holder._buffers]
-        met: list[dict[str, Tensor | None]] = []
+        block = self._module
+        found: list[_BlockState] = []
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a block without buffers
                 return compute(*args, **kwargs)
-            if not met:
-                met.extend(deepcopy(buffers))
+            current = _BlockState.of(block)
+            if not found:
+                found.append(current.copied())
                 return compute(*args, **kwargs)
-            current = list(map(dict, buffers))
             try:
-                _replace(buffers, deepcopy(met))
+                found[0].copied().put_into(block)
                 return compute(*args, **kwargs)
             finally:
-                _replace(buffers, current)
+                current.put_into(block)
 
-        run = _checkpoint_eagerly if buffers else checkpoint
+        run = _checkpoint_eagerly if _buffers(block) else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
         with offloaded_activations() if self._offloads else nullcontext():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
@@ -87,12 +133,6 @@ class _Checkpoint:
 # A graph of both forwards would recompute from buffers that the first one has written. The forward itself is
 # compiled.
 _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
-
-
-def _replace(buffers: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    for held, new in zip(buffers, values, strict=True):
-        held.clear()
-        held.update(new)
 
 
 def checkpoint_blocks(
@@ -121,6 +161,11 @@ def checkpoint_blocks(
     names = _names(model, blocks, f"activation_checkpointing={choice!r}")
     for block, name in zip(blocks, names, strict=True):
         layer = uncompiled(block)
+        if choice == "selective" and any(isinstance(each, _RECURRENT) for each in layer.modules()):
+            raise ValueError(
+                f"activation_checkpointing='selective' of {name}, which has recurrent layers: these write to"
+                " products that would be saved, and gradients would be wrong. Pass True, or classes of other blocks."
+            )
         checkpointed = _Checkpoint(layer, kwargs, choice == "offload")
         patches.callback(setattr, checkpointed, "is_on", False)
         # A Hugging Face layer has a switch: its own checkpointing keeps the cache from being filled twice.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from lightning import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -151,14 +154,14 @@ def test_chosen_classes(pool2: RankPool) -> None:
 
 
 class Remembering(TinyDecoder):
-    """Blocks that write buffers in their forward: statistics, a counter that is replaced, what they compute with."""
+    """Blocks that write buffers in their forward, count in Python, and draw from generators of all kinds."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
         for block in self.blocks:
             block.norm = RunningNorm()
         fill(self)
-        torch.manual_seed(3)
+        seed_everything(3)
         for block in self.blocks:
             nn.utils.parametrizations.spectral_norm(block.linear)
         self.double()
@@ -170,16 +173,20 @@ class RunningNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.by_batch = nn.BatchNorm1d(WIDTH)
+        self.rounds = 0
+        self.noise = torch.Generator().manual_seed(1)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("largest", torch.ones(()), persistent=False)
         self.register_buffer("latest", None, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls = self.calls + 1
+        self.rounds += 1
+        scale = self.rounds + random.random() + np.random.random() + torch.rand((), generator=self.noise)
         self.largest.mul_(0.9).add_(0.1 * hidden.detach().abs().max())
         before = self.largest if self.latest is None else self.latest
         self.latest = self.largest + hidden.detach().mean().square()
-        return before * self.by_batch(hidden.transpose(1, 2)).transpose(1, 2)
+        return scale * before * self.by_batch(hidden.transpose(1, 2)).transpose(1, 2)
 
 
 def _weights_and_buffers(options: dict[str, Any], choice: bool) -> tuple[Outcome, dict[str, Tensor]]:
@@ -267,6 +274,11 @@ def test_nothing_to_recompute_raises(choice: Any) -> None:
     with pytest.raises(ValueError, match="finds no blocks in ModelModule: pass auto_wrap_policy") as raised:
         checkpoint_blocks(ModelModule(nn.Linear(1, 1)), choice, None, True, PatchStack())
     assert str(raised.value).startswith(f"activation_checkpointing={choice!r}")
+    recurrent = ModelModule(nn.Sequential(nn.GRU(1, 1), nn.GRU(1, 1)))
+    with pytest.raises(
+        ValueError, match=r"which has recurrent layers: .* Pass True, or classes of other blocks"
+    ):
+        checkpoint_blocks(recurrent, "selective", {nn.GRU}, True, PatchStack())
 
 
 def _llama() -> Logits:
