@@ -58,36 +58,34 @@ _STATES = (int, float, torch.Generator, random.Random, np.random.Generator, np.r
 class _BlockState:
     """What a block's forward may depend on, and change, besides parameters and torch's own random numbers."""
 
-    buffers: list[dict[str, Tensor | None]]
-    attributes: list[dict[str, Any]]  # counters and generators, of each module
+    modules: list[nn.Module]
+    buffers: list[dict[str, Tensor | None]]  # of each
+    attributes: list[dict[str, Any]]  # of each, its counters and generators
     of_python: Any
     of_numpy: Any
 
     @classmethod
     def of(cls, block: nn.Module) -> "_BlockState":
         """The present one, made of the block's own tensors and generators."""
+        modules = list(block.modules())
+        buffers = [dict(module._buffers) for module in modules]
         attributes = []
-        for own in map(vars, block.modules()):
+        for own in map(vars, modules):
             attributes.append({name: value for name, value in own.items() if isinstance(value, _STATES)})
-        return cls(list(map(dict, _buffers(block))), attributes, random.getstate(), np.random.get_state())
+        return cls(modules, buffers, attributes, random.getstate(), np.random.get_state())
 
     def copied(self) -> "_BlockState":
         """One that no forward changes."""
         return replace(self, buffers=deepcopy(self.buffers), attributes=deepcopy(self.attributes))
 
-    def put_into(self, block: nn.Module) -> None:
-        """Make it the block's."""
-        for held, buffers in zip(_buffers(block), self.buffers, strict=True):
-            held.clear()
-            held.update(buffers)
-        for module, attributes in zip(block.modules(), self.attributes, strict=True):
+    def restore(self) -> None:
+        """Make it the present one, of modules that the block had then."""
+        for module, buffers, attributes in zip(self.modules, self.buffers, self.attributes, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
             vars(module).update(attributes)
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
-
-
-def _buffers(block: nn.Module) -> list[dict[str, Any]]:
-    return [holder._buffers for holder in block.modules() if holder._buffers]
 
 
 class _Checkpoint:
@@ -119,12 +117,12 @@ class _Checkpoint:
                 found.append(current.copied())
                 return compute(*args, **kwargs)
             try:
-                found[0].copied().put_into(block)
+                found[0].copied().restore()
                 return compute(*args, **kwargs)
             finally:
-                current.put_into(block)
+                current.restore()
 
-        run = _checkpoint_eagerly if _buffers(block) else checkpoint
+        run = _checkpoint_eagerly if any(module._buffers for module in block.modules()) else checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
         with offloaded_activations() if self._offloads else nullcontext():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
