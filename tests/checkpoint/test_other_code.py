@@ -18,22 +18,7 @@ from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
-from tests.checkpoint.checkpoints import (
-    ACCUMULATE,
-    FORMS,
-    AdamModule,
-    are_equal,
-    assert_equal,
-    batches,
-    consolidated,
-    fit,
-    forms,
-    load_only,
-    loaded,
-    plain_trainer,
-    resume,
-    save,
-)
+from tests.checkpoint import checkpoints
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
@@ -45,7 +30,7 @@ MEAN = {"per_token_loss": False}
 # --- on_save_checkpoint -----------------------------------------------------------------------------------------------
 
 
-class EditsOnRankZero(AdamModule):
+class EditsOnRankZero(checkpoints.AdamModule):
     """The mistake of who believes that rank 0 writes all."""
 
     def __init__(self, how: str) -> None:
@@ -66,13 +51,13 @@ class EditsOnRankZero(AdamModule):
 
 def _edit_what_is_saved(options: dict[str, Any], path: str, how: str) -> str:
     """The message, if any; else all that was saved is as rank 0 has edited it."""
-    trainer, module = fit(options, EditsOnRankZero(how))
+    trainer, module = checkpoints.fit(options, EditsOnRankZero(how))
     try:
         trainer.save_checkpoint(path)
     except CheckpointError as error:
         return str(error)
     doubled = {name: 2 * value for name, value in full_weights(module.model).items()}
-    assert_equal([load_only(options, path)], doubled)
+    checkpoints.assert_equal([checkpoints.load_only(options, path)], doubled)
     return ""
 
 
@@ -97,7 +82,7 @@ def _edit_what_is_saved(options: dict[str, Any], path: str, how: str) -> str:
 )
 def test_edits_on_one_rank(pool2: RankPool, tmp_path: Path, form: str, how: str, message: str) -> None:
     """Of what each rank writes a part are refused: half of a tensor would be edited. What rank 0 has whole may be."""
-    for found in pool2.run(_edit_what_is_saved, FORMS[form], str(tmp_path / "last.ckpt"), how):
+    for found in pool2.run(_edit_what_is_saved, checkpoints.FORMS[form], str(tmp_path / "last.ckpt"), how):
         assert message in found
         assert (found == "") == (message == "")
         assert not message or "on_save_checkpoint must edit it on all ranks, not on rank 0 alone" in found
@@ -107,7 +92,7 @@ def test_edits_on_one_rank(pool2: RankPool, tmp_path: Path, form: str, how: str,
 # --- on_load_checkpoint -----------------------------------------------------------------------------------------------
 
 
-class Renamed(AdamModule):
+class Renamed(checkpoints.AdamModule):
     """Holds the network under another name than the run that saved, and more; edits what it loads in every way.
 
     It also loads entries in its hook, the whole module and a part of it, and copies one.
@@ -154,24 +139,24 @@ class Renamed(AdamModule):
 
 
 def _load_renamed(options: dict[str, Any], path: str) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    module = loaded(options, path, Renamed())
+    module = checkpoints.loaded(options, path, Renamed())
     return module.noted, [*module.held, full_weights(module)]
 
 
-@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
+@pytest.mark.parametrize("form", checkpoints.forms("shards", "one_file_of_shards"))
 def test_edits_of_the_state_dict(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Renamed, removed, added, changed in place, replaced, and loaded within the hook, all at once."""
     path = tmp_path / "last.ckpt"
-    pool2.run(save, FORMS[form], str(path))
-    expected_notes, expected = _load_renamed({"plain": True}, consolidated(path))
-    for notes, found in pool2.run(_load_renamed, FORMS[form], str(path)):
+    pool2.run(checkpoints.save, checkpoints.FORMS[form], str(path))
+    expected_notes, expected = _load_renamed({"plain": True}, checkpoints.consolidated(path))
+    for notes, found in pool2.run(_load_renamed, checkpoints.FORMS[form], str(path)):
         assert notes == expected_notes
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def _keys(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Of parameters in a saved optimizer, which has their names or numbers them."""
-    names = [name for name, _ in AdamModule().named_parameters()]
+    names = [name for name, _ in checkpoints.AdamModule().named_parameters()]
     return dict(zip(names, optimizer["param_groups"][0]["params"], strict=True))
 
 
@@ -204,7 +189,7 @@ def _leave(checkpoint: dict[str, Any]) -> None:
     """Edit nothing."""
 
 
-class EditsLoaded(AdamModule):
+class EditsLoaded(checkpoints.AdamModule):
     """Edits what it loads, on one rank or on all."""
 
     def __init__(self, edit: Edit = _leave, on_rank: int | None = None) -> None:
@@ -239,22 +224,24 @@ def _resume_edited(options: dict[str, Any], path: str) -> list[tuple[dict[str, T
         module = EditsLoaded(edit)
         callback = EditsLater(later)
         if options.get("plain"):
-            trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=[callback])
-            trainer.fit(module, batches(), ckpt_path=path)
+            trainer = checkpoints.plain_trainer(
+                max_epochs=2, accumulate_grad_batches=checkpoints.ACCUMULATE, callbacks=[callback]
+            )
+            trainer.fit(module, checkpoints.batches(), ckpt_path=path)
         else:
-            fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=[callback])
+            checkpoints.fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=[callback])
         found.append((full_weights(module.model), callback.seen))
     return found
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
+@pytest.mark.parametrize("form", checkpoints.forms("shards", "one_file_of_shards"))
 def test_training_goes_on_from_edits(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Of what the hooks leave, what they did not touch is read as shards."""
     path = tmp_path / "last.ckpt"
-    pool2.run(save, {**FORMS[form], **MEAN}, str(path))
-    expected = _resume_edited({"plain": True}, consolidated(path))
-    for found in pool2.run(_resume_edited, FORMS[form], str(path)):
+    pool2.run(checkpoints.save, {**checkpoints.FORMS[form], **MEAN}, str(path))
+    expected = _resume_edited({"plain": True}, checkpoints.consolidated(path))
+    for found in pool2.run(_resume_edited, checkpoints.FORMS[form], str(path)):
         for (weights, seen), (wanted, seen_plainly) in zip(found, expected, strict=True):
             assert weight_error(weights, wanted) <= TOLERANCE
             assert seen == seen_plainly
@@ -280,9 +267,9 @@ def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool
     trainer = make_trainer(AutomodelStrategy(**options))
     load = trainer.fit if how == "no list" else partial(trainer.validate, verbose=False)
     with pytest.raises(CheckpointError) as raised:
-        load(module, batches(), ckpt_path=path)
-    is_unchanged = are_equal(full_weights(module.model), before)
-    trainer.validate(module, batches(), verbose=False)
+        load(module, checkpoints.batches(), ckpt_path=path)
+    is_unchanged = checkpoints.are_equal(full_weights(module.model), before)
+    trainer.validate(module, checkpoints.batches(), verbose=False)
     return str(raised.value), is_unchanged
 
 
@@ -294,8 +281,8 @@ def test_edits_that_do_not_fit(pool2: RankPool, tmp_path: Path, how: str) -> Non
     What torch's ``load_state_dict`` refuses it has loaded but for that; all else comes before.
     """
     path = tmp_path / "last.ckpt"
-    pool2.run(save, FORMS["shards"], str(path))
-    for raised, is_unchanged in pool2.run(_load_wrong, FORMS["shards"], str(path), how):
+    pool2.run(checkpoints.save, checkpoints.FORMS["shards"], str(path))
+    for raised, is_unchanged in pool2.run(_load_wrong, checkpoints.FORMS["shards"], str(path), how):
         assert raised.startswith(f"Cannot load {path}: {WRONG[how][1]}")
         assert ("model.norm.weight" in raised) == (how == "missing")
         assert is_unchanged == (how != "missing")
@@ -312,7 +299,7 @@ def _resume_elsewhere(options: dict[str, Any], path: str) -> list[str]:
         (EditsLoaded(), [EditsLater(lambda checkpoint: checkpoint.pop("loops"))]),
     ):
         with pytest.raises(CheckpointError) as raised:
-            fit(options, module, ckpt_path=path, max_epochs=2, callbacks=callbacks)
+            checkpoints.fit(options, module, ckpt_path=path, max_epochs=2, callbacks=callbacks)
         found.append(str(raised.value))
     return found
 
@@ -320,7 +307,7 @@ def _resume_elsewhere(options: dict[str, Any], path: str) -> list[str]:
 def test_edits_of_loops_are_refused(pool2: RankPool, tmp_path: Path) -> None:
     """Counters that stand elsewhere than loaders and random numbers."""
     path = str(tmp_path / "last.ckpt")
-    pool2.run(save, {}, path)
+    pool2.run(checkpoints.save, {}, path)
     for messages in pool2.run(_resume_elsewhere, {}, path):
         for message in messages:
             assert "on_load_checkpoint has changed checkpoint['loops']" in message
@@ -343,9 +330,9 @@ class OwnIO(TorchCheckpointIO):
 
 def _use_plugin(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     plugins = [OwnIO(), LightningEnvironment()]
-    trainer, module = fit(options, plugins=plugins)
+    trainer, module = checkpoints.fit(options, plugins=plugins)
     trainer.save_checkpoint(path)
-    return full_weights(module.model), resume(options, path, plugins=plugins, max_epochs=1)
+    return full_weights(module.model), checkpoints.resume(options, path, plugins=plugins, max_epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -355,12 +342,12 @@ def test_a_plugin_is_used(pool2: RankPool, tmp_path: Path, options: dict[str, An
     """It writes one file, also where the default would have been a directory."""
     path = tmp_path / "last.ckpt"
     for saved, found in pool2.run(_use_plugin, options, str(path)):
-        assert_equal([found], saved)
+        checkpoints.assert_equal([found], saved)
     assert [each.name for each in path.iterdir()] == ["own.pt"]
 
 
 def _ask_for_directories_beside_a_plugin() -> None:
-    fit({"save_distributed_checkpoint": True}, plugins=[OwnIO(), LightningEnvironment()])
+    checkpoints.fit({"save_distributed_checkpoint": True}, plugins=[OwnIO(), LightningEnvironment()])
 
 
 def test_a_plugin_has_no_effect_on_directories(pool1: RankPool) -> None:
@@ -374,10 +361,10 @@ def test_a_plugin_has_no_effect_on_directories(pool1: RankPool) -> None:
 def test_one_device_writes_one_file(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     """Which torch, plain Lightning and any layout read; a directory only where it was asked for."""
     path = tmp_path / "last.ckpt"
-    (saved,) = pool1.run(save, {}, str(path))
+    (saved,) = pool1.run(checkpoints.save, {}, str(path))
     assert path.is_file()
     state = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(state[f"model.{name}"], saved[name]) for name in saved)
-    assert_equal(pool2.run(load_only, {}, str(path)), saved)
-    pool1.run(save, {"save_distributed_checkpoint": True}, str(tmp_path / "directory.ckpt"))
+    checkpoints.assert_equal(pool2.run(checkpoints.load_only, {}, str(path)), saved)
+    pool1.run(checkpoints.save, {"save_distributed_checkpoint": True}, str(tmp_path / "directory.ckpt"))
     assert (tmp_path / "directory.ckpt").is_dir()

@@ -23,18 +23,7 @@ from torch.utils.data import DataLoader
 import lightning_automodel.checkpoint
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint.loading import load_any
-from tests.checkpoint.checkpoints import (
-    ACCUMULATE,
-    FORMS,
-    AdamModule,
-    assert_equal,
-    batches,
-    fit,
-    load_only,
-    resume,
-    save,
-    uninterrupted,
-)
+from tests.checkpoint import checkpoints
 from tests.checkpoint.test_cli import save_shards
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import PLAN, TinyDecoder, full_weights, weight_error
@@ -61,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 RESUMING = ("fsdp2-2", "ddp-2", "fsdp2-4", "hsdp-4", "tensor-4", "offloaded-2")
 
 
-class AnyLayoutModule(AdamModule):
+class AnyLayoutModule(checkpoints.AdamModule):
     """Tensor-parallel by a plan where there are such ranks."""
 
     def configure_model(self) -> None:
@@ -72,7 +61,7 @@ class AnyLayoutModule(AdamModule):
 
 @pytest.fixture(scope="module")
 def expected(pool2: RankPool) -> dict[str, Tensor]:
-    return pool2.run(uninterrupted, DDP)[0]
+    return pool2.run(checkpoints.uninterrupted, DDP)[0]
 
 
 # Every layout is saved and resumed in here once; all pairs are a sweep.
@@ -106,11 +95,13 @@ def test_another_shape(
     path = str(tmp_path / "saved.ckpt")
     pools = {2: pool2, 4: pool4}
     ranks, options = LAYOUTS[saving]
-    saved = pools[ranks].run(save, options, path, AnyLayoutModule)[0]
+    saved = pools[ranks].run(checkpoints.save, options, path, AnyLayoutModule)[0]
     for name in resuming:
         ranks, other = LAYOUTS[name]
-        assert_equal(pools[ranks].run(load_only, other, path, AnyLayoutModule), saved)
-        for weights in pools[ranks].run(resume, other, path, AnyLayoutModule):
+        checkpoints.assert_equal(
+            pools[ranks].run(checkpoints.load_only, other, path, AnyLayoutModule), saved
+        )
+        for weights in pools[ranks].run(checkpoints.resume, other, path, AnyLayoutModule):
             assert weight_error(weights, expected) <= TOLERANCE, name
             assert weight_error(weights, saved) > 1e-6, "nothing was trained"
 
@@ -145,10 +136,10 @@ class LazyModule(ModelModule):
 def _lazy(
     options: dict[str, Any], other: dict[str, Any], path: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    save(options, path, LazyModule)
-    trainer, module = fit(options, LazyModule(), max_epochs=2)
+    checkpoints.save(options, path, LazyModule)
+    trainer, module = checkpoints.fit(options, LazyModule(), max_epochs=2)
     expected = full_weights(module.model)
-    return resume(other, path, LazyModule), expected, trainer.optimizers[0].param_groups[1]["lr"]
+    return checkpoints.resume(other, path, LazyModule), expected, trainer.optimizers[0].param_groups[1]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +159,11 @@ def test_state_that_is_not_there_yet(
 
 
 def _weights_only(options: dict[str, Any], path: str) -> str:
-    trainer, module = fit(options)
+    trainer, module = checkpoints.fit(options)
     trainer.save_checkpoint(path, weights_only=True)
     with pytest.raises((RuntimeError, KeyError)) as raised:
-        resume(options, path)
-    assert_equal([load_only(options, path)], full_weights(module.model))
+        checkpoints.resume(options, path)
+    checkpoints.assert_equal([checkpoints.load_only(options, path)], full_weights(module.model))
     return str(raised.value)
 
 
@@ -187,7 +178,7 @@ def test_weights_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any])
 # --- What Lightning has saved, and what it reads ----------------------------------------------------------------------
 
 
-class ShardingModule(AdamModule):
+class ShardingModule(checkpoints.AdamModule):
     """Shards as ``ModelParallelStrategy`` wants it done."""
 
     def configure_model(self) -> None:
@@ -199,7 +190,7 @@ class ShardingModule(AdamModule):
 
 TWO_RANKS = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 FOREIGN: dict[str, Any] = {
-    "ddp": lambda: (DDPStrategy(), AdamModule()),
+    "ddp": lambda: (DDPStrategy(), checkpoints.AdamModule()),
     "model parallel, shards": lambda: (ModelParallelStrategy(**TWO_RANKS), ShardingModule()),
     "model parallel, one file": lambda: (
         ModelParallelStrategy(**TWO_RANKS, save_distributed_checkpoint=False),
@@ -215,13 +206,13 @@ MEANS: dict[str, dict[str, Any]] = {
 
 def save_with(kind: str, path: str) -> None:
     strategy, module = FOREIGN[kind]()
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, batches())
+    trainer = make_trainer(strategy, accumulate_grad_batches=checkpoints.ACCUMULATE)
+    trainer.fit(module, checkpoints.batches())
     trainer.save_checkpoint(path)
 
 
 def _go_on(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return resume(options, path), uninterrupted(options)
+    return checkpoints.resume(options, path), checkpoints.uninterrupted(options)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -243,14 +234,14 @@ def test_weights_of_shards_of_model_parallel(pool2: RankPool, tmp_path: Path) ->
         pool2.run(save_with, kind, str(path))
     shards, file = paths.values()
     expected = torch.load(file, weights_only=True)["state_dict"]
-    for weights in pool2.run(load_only, {}, str(shards)):
+    for weights in pool2.run(checkpoints.load_only, {}, str(shards)):
         assert all(torch.equal(expected[f"model.{name}"], value) for name, value in weights.items())
 
 
 # --- `load_from_checkpoint` -------------------------------------------------------------------------------------------
 
 
-class Parametrised(AdamModule):
+class Parametrised(checkpoints.AdamModule):
     """Keeps what it was made with, and counts what was loaded."""
 
     def __init__(self, seed: int, width: float = 1.5) -> None:
@@ -269,7 +260,7 @@ class Batches(LightningDataModule):
         self.position = 0
 
     def train_dataloader(self) -> DataLoader:
-        return batches()
+        return checkpoints.batches()
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": 17}
@@ -280,7 +271,7 @@ class Batches(LightningDataModule):
 
 def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
     module = Parametrised(seed=4, width=2.5)
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=checkpoints.ACCUMULATE)
     trainer.fit(module, datamodule=Batches(size=3))
     trainer.save_checkpoint(path)
     return full_weights(module.model)
@@ -290,7 +281,7 @@ def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 def test_module_and_datamodule(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Weights bitwise, hyperparameters and the hook as with a file; what is passed replaces what was saved."""
     path = tmp_path / "run.ckpt"
-    weights, _ = pool2.run(_save, FORMS[form], str(path))
+    weights, _ = pool2.run(_save, checkpoints.FORMS[form], str(path))
     assert path.is_dir() == (form != "one_file_of_shards")
     module = Parametrised.load_from_checkpoint(path)
     assert weights.keys() == dict(module.model.named_parameters()).keys()

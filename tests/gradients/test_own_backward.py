@@ -19,23 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import Trains, fit_or_error, plainly
 from tests.rank_pool import RankPool
+from tests.trainer import runs
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, TinyDecoder, assert_exact, full_weights, weight_error
 from tests.trainer.plain import plain_weights
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import (
-    CASE,
-    TOLERANCE,
-    LabelledModule,
-    ManualModule,
-    by_default,
-    first_by_default,
-    fit_weights,
-    loader,
-    make_trainer,
-    train_plainly,
-    warnings_of,
-)
 
 NUM_BATCHES = 6
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -63,7 +51,7 @@ def edit(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grad_norm_(trained, 0.1)
 
 
-class Edits(LabelledModule):
+class Edits(runs.LabelledModule):
     """Changes gradients in its `backward`."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +83,7 @@ class Recomputes(Edits):
         return F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), batch["labels"].flatten())
 
 
-MODULES: dict[str, type[LabelledModule]] = {
+MODULES: dict[str, type[runs.LabelledModule]] = {
     kind.__name__: kind for kind in (Edits, Differentiates, Recomputes)
 }
 
@@ -115,7 +103,7 @@ CASES = {
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "case_",
-    by_default(
+    runs.by_default(
         CASES,
         "Edits, 1, static",
         "Differentiates, 3, fsdp2",
@@ -132,24 +120,24 @@ def test_a_backward_that_edits_gradients(
     pool = pool2 if num_ranks == 2 else pool4
     expected = plain_weights(TinyDecoder(20).double(), accumulate, data, clip=edit)
     settings = {"accumulate_grad_batches": accumulate}
-    assert_exact(pool.run(fit_weights, MODULES[name], options, data, **settings), expected)
+    assert_exact(pool.run(runs.fit_weights, MODULES[name], options, data, **settings), expected)
 
 
 # --- Backwards within the strategy's ----------------------------------------------------------------------------------
 
 
-class RunsTwice(LabelledModule):
+class RunsTwice(runs.LabelledModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
 
-class RunsNone(LabelledModule):
+class RunsNone(runs.LabelledModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         pass
 
 
-class Nested(ManualModule):
+class Nested(runs.ManualModule):
     """Runs a backward of the strategy in a hook of the other one."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -159,7 +147,7 @@ class Nested(ManualModule):
         self.manual_backward(first)
 
 
-class ZeroesInMidWindow(LabelledModule):
+class ZeroesInMidWindow(runs.LabelledModule):
     """In the second backward of a window, before anything of it has come."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +155,7 @@ class ZeroesInMidWindow(LabelledModule):
         super().backward(loss, *args, **kwargs)
 
 
-class ZeroesHalfway(LabelledModule):
+class ZeroesHalfway(runs.LabelledModule):
     """By a hook of autograd, when some gradients have come."""
 
     def forward(self, batch: Batch) -> Tensor:
@@ -185,7 +173,7 @@ REFUSED = {
     f"{make.__name__}, {engine}": Refused(
         make,
         (sentence,),
-        lambda: loader(case(2)),
+        lambda: runs.loader(case(2)),
         ENGINES[engine][1],
         {"accumulate_grad_batches": accumulate},
     )
@@ -241,14 +229,14 @@ def _cached_plainly(accumulate: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "options",
-    by_default({name: ENGINES[name][1] for name in ("fsdp2", "resharded", "undeferred")}, "fsdp2"),
+    runs.by_default({name: ENGINES[name][1] for name in ("fsdp2", "resharded", "undeferred")}, "fsdp2"),
 )
 def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str, Any]) -> None:
     """FSDP2 reduces after each of them, or after the last one: right either way."""
     expected = _cached_plainly(accumulate)
     for weights in pool2.run(fit_or_error, partial(Cached, 3), options, accumulate):
         assert not isinstance(weights, str), weights
-        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= runs.TOLERANCE
 
 
 @pytest.mark.every_case
@@ -260,10 +248,10 @@ def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: 
         assert "averages the first of them alone over ranks. Pass data_parallel='fsdp2'" in message
     for weights in pool2.run(fit_or_error, partial(Cached, 1), ddp, accumulate):
         assert not isinstance(weights, str), weights
-        assert weight_error(weights, _cached_plainly(accumulate)) <= TOLERANCE
+        assert weight_error(weights, _cached_plainly(accumulate)) <= runs.TOLERANCE
 
 
-class ZeroesInIt(LabelledModule):
+class ZeroesInIt(runs.LabelledModule):
     """Zeroes gradients within the strategy's backward, before anything has come; nothing else zeroes them."""
 
     def optimizer_zero_grad(self, *args: Any) -> None:
@@ -275,24 +263,24 @@ class ZeroesInIt(LabelledModule):
         super().backward(loss, *args, **kwargs)
 
 
-@pytest.mark.parametrize("engine", first_by_default(["fsdp2", "ddp", "resharded"]))
+@pytest.mark.parametrize("engine", runs.first_by_default(["fsdp2", "ddp", "resharded"]))
 def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
     """Right where the window holds nothing yet."""
     data = case(2)
     expected = plain_weights(TinyDecoder(20).double(), 2, data)
-    found = pool2.run(fit_weights, ZeroesInIt, ENGINES[engine][1], data, accumulate_grad_batches=2)
+    found = pool2.run(runs.fit_weights, ZeroesInIt, ENGINES[engine][1], data, accumulate_grad_batches=2)
     assert_exact(found, expected)
 
 
 # --- Several backwards of one batch -----------------------------------------------------------------------------------
 
-TWO_ROWS = replace(CASE, ragged=False)
+TWO_ROWS = replace(runs.CASE, ragged=False)
 
 
 AGAIN = "manual_backward is called again for the same batch, and each loss weighs by all {} of that batch."
 
 
-class Chunks(ManualModule):
+class Chunks(runs.ManualModule):
     """One backward for each row, told its count or not; with a step after each, as PPO's minibatches."""
 
     def __init__(self, tell: bool, steps: bool) -> None:
@@ -319,9 +307,9 @@ def _fit_chunks(
     module = Chunks(tell, steps)
     said: list[str] = []
     error = ""
-    trainer = make_trainer(AutomodelStrategy(**options))
+    trainer = runs.make_trainer(AutomodelStrategy(**options))
     try:
-        said = warnings_of("manual_backward is called", trainer.fit, module, loader(TWO_ROWS))
+        said = runs.warnings_of("manual_backward is called", trainer.fit, module, runs.loader(TWO_ROWS))
     except ValueError as raised:
         error = str(raised)
     return full_weights(module.model), error, said
@@ -329,9 +317,9 @@ def _fit_chunks(
 
 def test_chunks_of_a_batch(pool2: RankPool) -> None:
     """Exact with a count for each; without, none of them may weigh as the whole batch in silence."""
-    expected = train_plainly([[index] for index in range(8)], TWO_ROWS)
+    expected = runs.train_plainly([[index] for index in range(8)], TWO_ROWS)
     for weights, error, warned in pool2.run(_fit_chunks, True, {}):
-        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= runs.TOLERANCE
         assert (error, warned) == ("", [])
     for _, error, _ in pool2.run(_fit_chunks, False, {}):
         assert error.startswith(AGAIN.format("label tokens"))

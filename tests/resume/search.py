@@ -24,21 +24,7 @@ from lightning_automodel import spread_experts
 from tests import searching
 from tests.expert_parallel.mixtures import NUM_EXPERTS, Mixture
 from tests.rank_pool import RankError, RankPool
-from tests.resume.resuming import (
-    QUIET,
-    Counts,
-    Learner,
-    Saver,
-    Setting,
-    Still,
-    collate,
-    differences,
-    differences_of_weights,
-    disturb,
-    make_trainer,
-    outcome,
-    training_loader,
-)
+from tests.resume import resuming
 from tests.trainer.plain import fill
 
 LOADERS = (
@@ -72,13 +58,13 @@ HOOKS = (
     "on_train_epoch_end",
 )
 CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "counts": Counts,
+    "counts": resuming.Counts,
     "ema": lambda: EMAWeightAveraging(decay=0.7),
     "windows": lambda: GradientAccumulationScheduler({0: 2, 1: 3}),
 }
 
 
-class Searched(Learner):
+class Searched(resuming.Learner):
     """May step its schedule with every batch, and have a layer of experts that are spread over the ranks.
 
     If it is calm, repeated batches have the same gradients. If it switches, it trains less of itself from
@@ -127,10 +113,10 @@ class CountingData(LightningDataModule):
         self.count = 0
 
     def train_dataloader(self) -> Any:
-        return training_loader(self.kind, dist.get_rank(), dist.get_world_size())
+        return resuming.training_loader(self.kind, dist.get_rank(), dist.get_world_size())
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Subset(Still(), range(11)), batch_size=4, collate_fn=collate)
+        return DataLoader(Subset(resuming.Still(), range(11)), batch_size=4, collate_fn=resuming.collate)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.count += bool(self.trainer.training)
@@ -172,17 +158,19 @@ def fit(
         else case["validate_every"],
         "accumulate_grad_batches": 1 if "windows" in case["callbacks"] else case["accumulate"],
     }
-    disturb(1000 * seed + dist.get_rank())
+    resuming.disturb(1000 * seed + dist.get_rank())
     is_counted_ahead = case["ahead"] and case["loader"] != "min_size"  # of several loaders it is refused
     strategy = {**case["engine"], "count_window_ahead": is_counted_ahead}
-    setting = Setting(strategy, options, loader=case["loader"])
-    trainer: Trainer = make_trainer(setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers])
-    data = CountingData(f"{QUIET if case['calm'] else ''}{case['loader']}")
+    setting = resuming.Setting(strategy, options, loader=case["loader"])
+    trainer: Trainer = resuming.make_trainer(
+        setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers]
+    )
+    data = CountingData(f"{resuming.QUIET if case['calm'] else ''}{case['loader']}")
     has_experts = "expert_parallel_size" in case["engine"]
     switches = case["switches"] and case["engine"]["data_parallel"] == "fsdp2"  # DDP waits for all gradients
     module = Searched(case["schedule"], has_experts, case["calm"], switches)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return {**outcome(trainer), "count": data.count}
+    return {**resuming.outcome(trainer), "count": data.count}
 
 
 def compared(case: dict[str, Any], folder: Path) -> list[str]:
@@ -194,7 +182,7 @@ def compared(case: dict[str, Any], folder: Path) -> list[str]:
     path = None
     has_repeated = False
     for index, (hook, when) in enumerate(case["stops"]):
-        saver = Saver(hook, when, folder / f"{index}.ckpt")
+        saver = resuming.Saver(hook, when, folder / f"{index}.ckpt")
         fit(case, 1 if path is None else index + 3, [saver], path)
         if saver.logged < 0:
             break
@@ -206,10 +194,12 @@ def compared(case: dict[str, Any], folder: Path) -> list[str]:
         return []
     found = fit(case, 2, [], path)
     if not has_repeated:
-        return differences(expected, found)
+        return resuming.differences(expected, found)
     if can_repeat(case):
-        return differences_of_weights(expected, found)
-    return differences_of_weights({**expected, "tensors": {}, "lr": 0}, {**found, "tensors": {}, "lr": 0})
+        return resuming.differences_of_weights(expected, found)
+    return resuming.differences_of_weights(
+        {**expected, "tensors": {}, "lr": 0}, {**found, "tensors": {}, "lr": 0}
+    )
 
 
 def can_repeat(case: dict[str, Any]) -> bool:

@@ -19,49 +19,35 @@ from torch.distributed.tensor import distribute_tensor
 from lightning_automodel.sharding.replaced import Replaced
 from lightning_automodel.sharding.shards import Shard, make_shard
 from tests.rank_pool import RankError, RankPool
-from tests.sharding.writers import (
-    PLACES,
-    UPDATES,
-    AveragesIntoBuffers,
-    Block,
-    Clamps,
-    InForward,
-    StepsBetweenForwards,
-    Teaches,
-    TeachesInParallel,
-    WassersteinGAN,
-    Writer,
-    WritesHead,
-    WritesHeld,
-    WritesUntrained,
-    fit,
-    fit_plainly,
-    train,
-)
+from tests.sharding import writers
 from tests.trainer.exactness import assert_exact
 from tests.trainer.runs import STRATEGIES, first_by_default
 
-CASES: dict[str, tuple[Callable[..., Writer], tuple[Any, ...]]] = {
-    **{f"teacher-{update}-{place}": (Teaches, (update, place)) for update in UPDATES for place in PLACES},
-    "normalised-swav": (WritesHead, ("swav", "start")),
-    "normalised-in-forward": (InForward, ()),
-    "averaged-into-buffers": (AveragesIntoBuffers, ("recipe",)),
-    "averages-shards-into-buffers": (AveragesIntoBuffers, ("shards",)),
+CASES: dict[str, tuple[Callable[..., writers.Writer], tuple[Any, ...]]] = {
     **{
-        f"clamped-{place}": (Clamps, (place,))
+        f"teacher-{update}-{place}": (writers.Teaches, (update, place))
+        for update in writers.UPDATES
+        for place in writers.PLACES
+    },
+    "normalised-swav": (writers.WritesHead, ("swav", "start")),
+    "normalised-in-forward": (writers.InForward, ()),
+    "averaged-into-buffers": (writers.AveragesIntoBuffers, ("recipe",)),
+    "averages-shards-into-buffers": (writers.AveragesIntoBuffers, ("shards",)),
+    **{
+        f"clamped-{place}": (writers.Clamps, (place,))
         for place in ("start", "end", "batch_start", "batch_end", "before_zero_grad", "before_hooks_forward")
     },
-    **{f"untrained-{what}": (WritesUntrained, (what,)) for what in ("teacher", "frozen")},
-    "steps-between-forwards": (StepsBetweenForwards, ()),
-    "slices-counted": (WritesHead, ("counted", "end")),
-    "reads": (WritesHead, ("read", "start")),
-    **{f"wgan-{place}": (WassersteinGAN, (place,)) for place in ("forward", "step")},
+    **{f"untrained-{what}": (writers.WritesUntrained, (what,)) for what in ("teacher", "frozen")},
+    "steps-between-forwards": (writers.StepsBetweenForwards, ()),
+    "slices-counted": (writers.WritesHead, ("counted", "end")),
+    "reads": (writers.WritesHead, ("read", "start")),
+    **{f"wgan-{place}": (writers.WassersteinGAN, (place,)) for place in ("forward", "step")},
 }
 ENGINES = {
     **STRATEGIES,
     "whole": {"auto_wrap_policy": set()},
     "offloaded": {"cpu_offload": True, "reshard_during_accumulation": False},
-    "recomputed": {"activation_checkpointing": {Block}, "reshard_during_accumulation": True},
+    "recomputed": {"activation_checkpointing": {writers.Block}, "reshard_during_accumulation": True},
 }
 RIGHT = (
     ("kept", "teacher-hard_update-end"),
@@ -94,18 +80,18 @@ RIGHT = (
 def test_written_weights(pool2: RankPool, engine: str, case: str) -> None:
     """The weights of student and teacher are those of one process."""
     make, args = CASES[case]
-    assert_exact(pool2.run(fit, ENGINES[engine], make, args), fit_plainly(make, args))
+    assert_exact(pool2.run(writers.fit, ENGINES[engine], make, args), writers.fit_plainly(make, args))
 
 
 def test_tensor_parallel_layers(pool4: RankPool) -> None:
     """Gathered copies are DTensors there."""
     args = ("dino_update_momentum", "start")
-    expected = fit_plainly(TeachesInParallel, args)
+    expected = writers.fit_plainly(writers.TeachesInParallel, args)
     options = {"tensor_parallel_size": 2, "reshard_during_accumulation": False}
-    assert_exact(pool4.run(fit, options, TeachesInParallel, args), expected)
+    assert_exact(pool4.run(writers.fit, options, writers.TeachesInParallel, args), expected)
 
 
-class SavesInStep(Writer):
+class SavesInStep(writers.Writer):
     """Takes the state dict of a checkpoint at the end of its step, and that of a module."""
 
     def step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -118,7 +104,7 @@ class SavesInStep(Writer):
 
 def _kinds_in_step() -> list[type]:
     module = SavesInStep()
-    train(module, {}, accumulate=1, max_steps=1)
+    writers.train(module, {}, accumulate=1, max_steps=1)
     return module.kinds
 
 
@@ -127,7 +113,7 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
     assert pool2.run(_kinds_in_step) == [[Shard, Shard]] * 2
 
 
-class Initialises(Writer):
+class Initialises(writers.Writer):
     """Takes a bias from the rows of each rank, as data-dependent initialisation does."""
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -163,7 +149,7 @@ WRITTEN_IN_HOOKS = [
     "clamped-before_hooks_forward",
 ]
 UNCOUNTED = {
-    f"uncounted-{how}-{place}": (WritesHead, (how, place))
+    f"uncounted-{how}-{place}": (writers.WritesHead, (how, place))
     for how in ("slice", "function", "array")
     for place in ("start", "end")
 }
@@ -206,7 +192,7 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
     # The recipe: shards are written in their own dtype. A step that only reads `.data` is not refused either.
     "nothing was refused": ("bf16-mixed", ["kept"], ["clamped-batch_start", "reads"]),
 }
-MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, "held": (WritesHeld, ())}
+MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, "held": (writers.WritesHeld, ())}
 
 
 def _refused(every: bool) -> dict[tuple[str, str, str], str]:
@@ -219,7 +205,7 @@ def _refused(every: bool) -> dict[tuple[str, str, str], str]:
                     continue  # right
                 make, args = MAKERS[case]
                 try:
-                    fit(ENGINES[engine], make, args, precision=precision)
+                    writers.fit(ENGINES[engine], make, args, precision=precision)
                     found[sentence, engine, case] = "nothing was refused"
                 except RuntimeError as error:
                     found[sentence, engine, case] = str(error)

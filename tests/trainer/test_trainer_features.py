@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
+from tests.trainer import runs
 from tests.trainer.exactness import (
     Batch,
     assert_exact,
@@ -31,24 +32,10 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed, train_model_plainly
-from tests.trainer.runs import (
-    CASE,
-    STRATEGIES,
-    TOLERANCE,
-    LabelledModule,
-    by_default,
-    decoder,
-    first_by_default,
-    fit_weights,
-    loader,
-    make_trainer,
-    mean_loss,
-    train_plainly,
-)
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
-ENGINES = first_by_default(["fsdp2", "ddp"])
+ENGINES = runs.first_by_default(["fsdp2", "ddp"])
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class Feature:
 
     settings: dict[str, Any]
     windows: list[list[int]]
-    validated: int = CASE.num_batches
+    validated: int = runs.CASE.num_batches
 
 
 FEATURES = {
@@ -77,7 +64,7 @@ FEATURES = {
 """`tests/search` draws the others."""
 
 
-class Counts(LabelledModule):
+class Counts(runs.LabelledModule):
     """Counts the batches that it validates on, and logs in every step."""
 
     validated = 0
@@ -95,18 +82,18 @@ class Counts(LabelledModule):
 def _train(engine: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
     module = Counts()
     strategy = AutomodelStrategy(data_parallel=engine)
-    trainer = make_trainer(strategy, **{"accumulate_grad_batches": ACCUMULATE, **settings})
-    trainer.fit(module, loader(), loader())
+    trainer = runs.make_trainer(strategy, **{"accumulate_grad_batches": ACCUMULATE, **settings})
+    trainer.fit(module, runs.loader(), runs.loader())
     return full_weights(module.model), module.validated, trainer.global_step
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 def test_feature(pool2: RankPool, feature: Feature, engine: str) -> None:
-    expected = train_plainly(feature.windows)
+    expected = runs.train_plainly(feature.windows)
     for weights, validated, steps in pool2.run(_train, engine, feature.settings):
         assert steps == len(feature.windows)
-        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= runs.TOLERANCE
         assert validated == feature.validated
 
 
@@ -165,11 +152,11 @@ trainer:
 """
 
 
-class FromCommandLine(LabelledModule):
+class FromCommandLine(runs.LabelledModule):
     """A module without arguments, with its own data."""
 
     def train_dataloader(self) -> Any:
-        return loader()
+        return runs.loader()
 
 
 def _fit_from_yaml(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -181,20 +168,20 @@ def _fit_from_yaml(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
     """Every option is read, dtypes by their names, and trained with exactly."""
-    expected = prefixed(train_plainly(EPOCH))
+    expected = prefixed(runs.train_plainly(EPOCH))
     for weights, described in pool2.run(_fit_from_yaml, str(tmp_path)):
         assert described["options"]["timeout"] == timedelta(minutes=2)
         assert described["precision"]["reduction"] == "torch.float64"
         assert described["mesh"].items() >= {"data_parallel_replicate": 2, "data_parallel_shard": 1}.items()
         recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
         assert described["activation_checkpointing"] == recomputed
-        assert weight_error(weights, expected) <= TOLERANCE
+        assert weight_error(weights, expected) <= runs.TOLERANCE
 
 
 # --- A module that is pickled and copied while it trains --------------------------------------------------------------
 
 
-class _Module(LabelledModule):
+class _Module(runs.LabelledModule):
     """Pickles and copies itself in hooks, and uses what comes out."""
 
     def __init__(self) -> None:
@@ -223,8 +210,8 @@ class _Module(LabelledModule):
 
 def _fit_and_copy() -> list[str]:
     module = _Module()
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), accumulate_grad_batches=2)
-    trainer.fit(module, loader())
+    trainer = runs.make_trainer(AutomodelStrategy(data_parallel="ddp"), accumulate_grad_batches=2)
+    trainer.fit(module, runs.loader())
     return module.differing
 
 
@@ -250,12 +237,12 @@ def test_optimizers_made_anew(pool2: RankPool) -> None:
         train_model_plainly(model, ACCUMULATE)
     settings = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
     for options in ({}, {"data_parallel": "ddp"}):
-        assert_exact(pool2.run(fit_weights, StartsAnew, options, **settings), full_weights(model))
+        assert_exact(pool2.run(runs.fit_weights, StartsAnew, options, **settings), full_weights(model))
 
 
 # --- Validation, test and prediction before, in and after training: right losses, and nothing left gathered or broken -
 
-EVALUATED = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
+EVALUATED = {name: runs.STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 
 
 class Evaluates(ModelModule):
@@ -266,36 +253,41 @@ class Evaluates(ModelModule):
         self.losses: dict[str, list[float]] = {"validate": [], "test": []}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.losses["validate"].append(float(mean_loss(self.model, batch, "sum")))
+        self.losses["validate"].append(float(runs.mean_loss(self.model, batch, "sum")))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """With gradients: no backward comes that would free a unit."""
         with torch.enable_grad():
-            self.losses["test"].append(float(mean_loss(self.model, batch, "sum")))
+            self.losses["test"].append(float(runs.mean_loss(self.model, batch, "sum")))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.model(batch["input_ids"])
 
     def on_validation_epoch_end(self) -> None:
         """Call the model outside of every step, as one that prints a sample does."""
-        self.sampled = self.model(micro_batches(CASE)[0][0]["input_ids"].to(self.device))
+        self.sampled = self.model(micro_batches(runs.CASE)[0][0]["input_ids"].to(self.device))
 
 
 def plain_losses(model: nn.Module) -> list[list[float]]:
     """By rank: the summed token loss of each batch."""
-    return [[mean_loss(model, batch, "sum").item() for batch in batches] for batches in micro_batches(CASE)]
+    return [
+        [runs.mean_loss(model, batch, "sum").item() for batch in batches]
+        for batches in micro_batches(runs.CASE)
+    ]
 
 
 def assert_losses(actual: list[float], expected: list[float]) -> None:
     assert len(actual) == len(expected)
-    assert max(map(relative_error, actual, expected)) <= TOLERANCE
+    assert max(map(relative_error, actual, expected)) <= runs.TOLERANCE
 
 
 def _around_fits(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     """Losses, predictions and weights by moment; in between, everything is sharded, or nothing is."""
-    module = Evaluates(decoder())
+    module = Evaluates(runs.decoder())
     settings = {"accumulate_grad_batches": ACCUMULATE, "num_sanity_val_steps": 2}
-    trainers = [make_trainer(AutomodelStrategy(**options), **settings) for _ in range(9 if fresh else 1)]
+    trainers = [
+        runs.make_trainer(AutomodelStrategy(**options), **settings) for _ in range(9 if fresh else 1)
+    ]
 
     def trainer() -> Any:
         return trainers.pop() if fresh else trainers[0]
@@ -303,11 +295,11 @@ def _around_fits(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     predicted = []
     weights = []
     for _ in range(2):
-        predicted.append(trainer().predict(module, loader()))
-        trainer().validate(module, loader(), verbose=False)
-        trainer().test(module, loader(), verbose=False)
+        predicted.append(trainer().predict(module, runs.loader()))
+        trainer().validate(module, runs.loader(), verbose=False)
+        trainer().test(module, runs.loader(), verbose=False)
         assert len({isinstance(parameter, DTensor) for parameter in module.parameters()}) == 1
-        trainer().fit(module, loader())
+        trainer().fit(module, runs.loader())
         assert len({isinstance(parameter, DTensor) for parameter in module.parameters()}) == 1
         weights.append(full_weights(module.model))
         if not fresh:
@@ -315,24 +307,26 @@ def _around_fits(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     return module.losses, predicted, module.sampled, weights
 
 
-@pytest.mark.parametrize("fresh", first_by_default([False, True]), ids=["one-trainer", "new-trainers"])
-@pytest.mark.parametrize("options", by_default(EVALUATED, "kept", "ddp"))
+@pytest.mark.parametrize("fresh", runs.first_by_default([False, True]), ids=["one-trainer", "new-trainers"])
+@pytest.mark.parametrize("options", runs.by_default(EVALUATED, "kept", "ddp"))
 def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """Losses and predictions are those of the weights before and after; a second fit goes on from the first one's."""
-    model = decoder()
+    model = runs.decoder()
     losses = []
     logits = []
     expected = []
     for _ in range(2):  # a new fit begins with a new optimizer, whose momentum is zero
         losses.append(plain_losses(model))
-        logits.append([[model(b["input_ids"]).detach() for b in batches] for batches in micro_batches(CASE)])
+        logits.append(
+            [[model(b["input_ids"]).detach() for b in batches] for batches in micro_batches(runs.CASE)]
+        )
         expected.append(plain_weights(model, ACCUMULATE))
     results = pool2.run(_around_fits, options, fresh)
     for rank, (found_losses, predicted, sampled, weights) in enumerate(results):
         for kind in ("validate", "test"):
             assert_losses(found_losses[kind], losses[0][rank] + losses[1][rank])
         for found, of_model in zip(predicted, logits, strict=True):
-            assert max(map(relative_error, found, of_model[rank])) <= TOLERANCE
-        assert relative_error(sampled, logits[1][0][0]) <= TOLERANCE
+            assert max(map(relative_error, found, of_model[rank])) <= runs.TOLERANCE
+        assert relative_error(sampled, logits[1][0][0]) <= runs.TOLERANCE
         for found, right in zip(weights, expected, strict=True):
-            assert weight_error(found, right) <= TOLERANCE
+            assert weight_error(found, right) <= runs.TOLERANCE
