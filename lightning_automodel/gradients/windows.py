@@ -37,7 +37,7 @@ from lightning_automodel.gradients.token_loss import (
     wide_dtype,
 )
 from lightning_automodel.gradients.window_records import BackwardPass, Window
-from lightning_automodel.internals.dtensor import GRAD
+from lightning_automodel.internals.dtensor import GRAD, REQUIRES_GRAD
 
 ZEROED_IN_BACKWARD = (
     "zero_grad() was called within a backward of the strategy, by a hook of autograd or in"
@@ -273,7 +273,7 @@ class GradientWindows:
             trained_before |= open_window.trained
             if open_window is not window:
                 owned_elsewhere |= open_window.owned
-        is_trainable = [parameter.requires_grad for parameter in self.parameters]
+        is_trainable = list(map(REQUIRES_GRAD.__get__, self.parameters))
         if is_trainable != self._is_trainable:
             self._is_trainable = is_trainable
             self._trainable = set(compress(self.parameters, is_trainable))

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -212,6 +213,7 @@ def watch_unit(
     note: Callable[..., None],
     keep_gathered: Callable[[FSDPParamGroup], None],
     forwards_left: Counter[FSDPParamGroup],
+    access: Callable[[], AbstractContextManager[Any]],
     patches: PatchStack,
 ) -> None:
     """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
@@ -219,7 +221,8 @@ def watch_unit(
     Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send. ``keep_gathered`` is
     called before FSDP2 frees what a backward with ``create_graph=True`` has gathered. ``forwards_left`` has the
     number of forwards that the backward is still to leave, of groups that a step has called repeatedly: FSDP2 would
-    reduce at each one, and ranks may have called a unit more or less often. It reduces at the last one.
+    reduce at each one, and ranks may have called a unit more or less often. It reduces at the last one, in the context
+    ``access``.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -243,7 +246,8 @@ def watch_unit(
         if torch.is_grad_enabled():  # within a backward: autograd records what it computes
             keep_gathered(group)
         try:
-            post_backward(*args)
+            with access():
+                post_backward(*args)
         finally:
             group.reduce_grads = reduce_grads
 

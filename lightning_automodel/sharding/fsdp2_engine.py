@@ -32,7 +32,7 @@ memory of the unsharded ones is retained: others find an ordinary sharded module
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -135,10 +135,15 @@ class FSDP2Engine(PhasedEngine):
         units_of = {root: fsdp2.fsdp_units(root) for root in roots}
         modules = dict.fromkeys(chain.from_iterable(units_of.values()))
         self.gathered = GatheredUnits(modules, lambda unit: unit is module or is_head(unit), self)
+        # FSDP2 reads each shard as an ordinary DTensor, which is faster, unless it calls hooks of users.
+        calls_hooks = any(shard.accepts_hooks for shard in self.gathered.shards)
+        access = nullcontext if calls_hooks else plain_access
         for index, unit in enumerate(self.gathered.units):
             self._patches.callback(unit.close)
             note = partial(self._note, index)
-            fsdp2.watch_unit(unit.module, note, self.keep_gathered, self._forwards_left, self._patches)
+            fsdp2.watch_unit(
+                unit.module, note, self.keep_gathered, self._forwards_left, access, self._patches
+            )
         self._roots = {root: fsdp2.groups_of(units) for root, units in units_of.items()}
         self._groups = [group for unit in self.gathered.units for group in unit.groups]
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
