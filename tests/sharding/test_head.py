@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding import units
 from lightning_automodel.sharding.units import plan_sharding
@@ -188,7 +189,7 @@ class Events(Callback):
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
                 note = partial(self._note_collective, label)
-                fsdp2.watch_unit(unit, note, lambda group: None, Counter(), self._patches)
+                fsdp2.watch_unit(unit, note, lambda group: None, Counter(), plain_access, self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 
