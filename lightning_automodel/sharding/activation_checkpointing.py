@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
+from lightning_automodel.sharding.containers import Contents, containers_in
 from lightning_automodel.sharding.units import (
     WrapPolicy,
     class_name,
@@ -30,6 +31,12 @@ from lightning_automodel.sharding.units import (
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+CHANGES_WHAT_IT_READS_AGAIN = (
+    "A block has changed a list, dict, set or dataclass that it was given, and would find it changed when it is recomputed"
+    " (activation_checkpointing). Let it return what is new, or leave it out of what is recomputed."
+)
+"""Why a block that is recomputed must not write to what it was given."""
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -50,8 +57,11 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-_STATES = (int, float, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""What may change when a forward computes with it: counters and generators."""
+_STATES = {
+    *(int, float, type(None)),
+    *(torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
+}
+"""Classes of attributes that a forward may change: counters, which may not have begun, and generators."""
 
 
 @dataclass
@@ -71,7 +81,7 @@ class _BlockState:
         buffers = [dict(module._buffers) for module in modules]
         attributes = []
         for own in map(vars, modules):
-            attributes.append({name: value for name, value in own.items() if isinstance(value, _STATES)})
+            attributes.append({name: value for name, value in own.items() if type(value) in _STATES})
         return cls(modules, buffers, attributes, random.getstate(), np.random.get_state())
 
     def copied(self) -> "_BlockState":
@@ -83,7 +93,10 @@ class _BlockState:
         for module, buffers, attributes in zip(self.modules, self.buffers, self.attributes, strict=True):
             module._buffers.clear()
             module._buffers.update(buffers)
-            vars(module).update(attributes)
+            own = vars(module)
+            for name in [name for name in own if type(own[name]) in _STATES and name not in attributes]:
+                del own[name]  # it came later
+            own.update(attributes)
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
 
@@ -115,7 +128,11 @@ class _Checkpoint:
             current = _BlockState.of(block)
             if not found:
                 found.append(current.copied())
-                return compute(*args, **kwargs)
+                contents = Contents(containers_in((args, *kwargs.values())))
+                output = compute(*args, **kwargs)
+                if contents.has_changed(but_by_appending=True):
+                    raise RuntimeError(f"{class_name(block)}: {CHANGES_WHAT_IT_READS_AGAIN}")
+                return output
             try:
                 found[0].copied().restore()
                 return compute(*args, **kwargs)

@@ -25,7 +25,7 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, writes
-from lightning_automodel.sharding.copied_containers import CopiedContainers, containers_in
+from lightning_automodel.sharding.containers import CHANGES_A_COPY, Contents, containers_in
 from lightning_automodel.sharding.gathered_tensor import (
     IN_HOOKS,
     WRITTEN_TWICE,
@@ -34,6 +34,7 @@ from lightning_automodel.sharding.gathered_tensor import (
     make_plain,
     text_of_refusal,
 )
+from lightning_automodel.sharding.units import class_name
 from lightning_automodel.sharding.whole_copies import note_write, versions
 
 _NUM_COMPARISONS = 4
@@ -93,6 +94,7 @@ class GatheredUnit(fsdp2.Unit):
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
         hooks: Of its forwards.
+        forwards: Those that run (one may call the unit again): the arguments, and what FSDP2 has copied of them.
     """
 
     def __init__(self, module: FSDPModule, engine: PhasedEngine) -> None:
@@ -112,7 +114,7 @@ class GatheredUnit(fsdp2.Unit):
         self.free()  # other code may have gathered them before
         self.note_shards()
         self._given: list[Any] = []  # containers among the arguments of the forward that runs
-        self._copied = CopiedContainers([], [])
+        self.forwards: list[tuple[Any, Contents]] = []
         hooked = cast(nn.Module, module)
         self.hooks = [
             hooked.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
@@ -148,14 +150,20 @@ class GatheredUnit(fsdp2.Unit):
     @torch_internals.not_compiled
     def _note_copies(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After FSDP2's own hook."""
+        copies = []
         if self._given:
-            self._copied = CopiedContainers(self._given, containers_in((args, *kwargs.values())))
+            own = set(map(id, self._given))
+            copies = [each for each in containers_in((args, *kwargs.values())) if id(each) not in own]
+        self.forwards.append((args, Contents(copies)))
 
     @torch_internals.not_compiled
-    def _after_forward(self, *_: Any) -> None:
-        if self._given:
-            self._given = []
-            self._copied.write_back()
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        while self.forwards:
+            own, contents = self.forwards.pop()
+            if own is args:  # else that one has raised
+                if contents.has_changed():
+                    raise RuntimeError(f"{class_name(module)}: {CHANGES_A_COPY}")
+                return
 
     @property
     def written(self) -> list[Any]:
@@ -331,6 +339,7 @@ class GatheredUnits:
         for unit in self.units:
             unit.forget_writes()
             unit.forget_background_gather()
+            unit.forwards.clear()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.copied_containers import CopiedContainers, containers_in
+from lightning_automodel.sharding.containers import CHANGES_A_COPY, Contents, containers_in
 
 HALF = (torch.float16, torch.bfloat16)
 FSDP2_PRECISIONS = {
@@ -140,11 +140,11 @@ def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> N
 
     def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            given = containers_in((args, kwargs))
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-            copied = CopiedContainers(given, containers_in((args, kwargs)))
+            contents = Contents(containers_in((args, *kwargs.values())))
             output = forward(*args, **kwargs)
-            copied.write_back()
+            if contents.has_changed():
+                raise RuntimeError(CHANGES_A_COPY)
         else:
             output = forward(*args, **kwargs)
         if policy.output_dtype is None:

@@ -199,6 +199,14 @@ def _alias(call: Call) -> Any:
     return alias
 
 
+def _requires_grad(call: Call) -> Any:
+    """``torch.Tensor.requires_grad_(p)``, as ``p.requires_grad_()``."""
+    tensor = call.args[0]
+    if not isinstance(tensor, Shard):
+        raise NeedsWholes
+    return tensor.requires_grad_(*call.args[1:], **call.kwargs)
+
+
 def _new(call: Call) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
     return call.run_with(local_tensor)
@@ -340,6 +348,7 @@ _NAMES: dict[Callable[[Call], Any], Sequence[str]] = {
     Call.run: _AS_DTENSORS,
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
+    _requires_grad: ("requires_grad_",),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     _numpy: ("numpy", "__array__"),
     _refuse: ("data_ptr", "share_memory_", "storage", "untyped_storage", "__reduce_ex__"),

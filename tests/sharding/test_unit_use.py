@@ -98,22 +98,18 @@ def attacked(self: Parts, hidden: Tensor) -> Tensor:
 
 
 class Collecting(nn.Linear):
-    """Appends to a list, pops from one in a dict, and adds to that: as with auxiliary losses and skip connections."""
+    """Appends to a list, as with auxiliary losses."""
 
-    def forward(self, hidden: Tensor, found: list[Tensor], state: dict[str, Any]) -> Tensor:
-        hidden = torch.tanh(super().forward(hidden)) + state["skips"].pop()
-        state["skips"].append(hidden)
-        state[f"of {len(found)}"] = hidden
-        found.append(hidden * 2)
-        return hidden
+    def forward(self, hidden: Tensor, found: list[Tensor]) -> Tensor:
+        found.append(super().forward(hidden))
+        return torch.tanh(found[-1])
 
 
 def collected(self: Parts, hidden: Tensor) -> Tensor:
     found = [hidden]
-    state = {"skips": [hidden.detach()]}
     for part in self.parts:
-        hidden = part(hidden, found, state)
-    return hidden + sum(found) + state["of 1"] + state["skips"].pop()
+        hidden = part(hidden, found)
+    return hidden + sum(found)
 
 
 def scripted() -> Parts:
@@ -177,6 +173,7 @@ MESSAGES = {
     "Heads": DROPPED,
     "PreActivation": "An FSDP unit changes its input in place",
     "Adjoint": "got a gradient that it does not reduce",
+    "Collected": "Collecting: A module has changed a list, dict, set or dataclass that it was given",
 }
 """What is said of those that are refused with the default units."""
 
@@ -198,6 +195,7 @@ DEFAULT = (
     "Attacked, kept",
     "Attacked, by hand",
     "Collected, kept",
+    "Collected, remedy",
     "Repeated, kept",
     "Repeated, remedy, resharded",
     "Scripted, by hand",
