@@ -33,8 +33,8 @@ ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "of
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 CHANGES_WHAT_IT_READS_AGAIN = (
-    "A block has changed a list, dict, set or dataclass that it was given, and would find it changed when it is recomputed"
-    " (activation_checkpointing). Let it return what is new, or leave it out of what is recomputed."
+    "A block has changed a list, dict, set or dataclass that it was given, and would find it changed when it is"
+    " recomputed (activation_checkpointing). Let it return what is new, or leave it out of what is recomputed."
 )
 """Why a block that is recomputed must not write to what it was given."""
 

@@ -10,8 +10,8 @@ from operator import is_
 from typing import Any
 
 CHANGES_A_COPY = (
-    "A module has changed a list, dict, set or dataclass that it was given. FSDP2 gives its units copies, and so does a cast of"
-    " what enters the model, so that the change would be lost. Let the module return what is new"
+    "A module has changed a list, dict, set or dataclass that it was given. FSDP2 gives its units copies, and"
+    " so does a cast of what enters the model, so that the change would be lost. Let the module return what is new"
     " (`x, loss = block(x)`), or pass auto_wrap_policy=set(), which makes one unit of the model, or"
     " data_parallel='ddp'."
 )
