@@ -302,11 +302,11 @@ def resources_around_blocks() -> list[tuple[int, int]]:
 
 
 def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
-    """A block has two threads. The connection is that of the process group."""
-    for before, inside, after_success, after_failures in pool4.run(resources_around_blocks):
-        assert inside == (before[0] + 2, before[1])
-        assert after_success == before
-        assert after_failures == before
+    """A block has two threads. The connection is that of the process group. Those of earlier tests may close late."""
+    for counts in pool4.run(resources_around_blocks):
+        (threads, *others), descriptors = zip(*counts, strict=True)
+        assert others == [threads + 2, threads, threads]
+        assert max(descriptors) == descriptors[0]
 
 
 # --- A group for the block --------------------------------------------------------------------------------------------
