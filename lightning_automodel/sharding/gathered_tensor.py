@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, REQUIRES_GRAD, plain_access
+from lightning_automodel.internals.dtensor import DATA, GRAD, REQUIRES_GRAD
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import own_part
 
@@ -78,9 +78,7 @@ def _is_asked_by_torch(gathered: Any) -> bool:
 
 
 def _set_requires_grad(gathered: Any, value: bool) -> None:
-    with plain_access():
-        for parameter in (gathered, gathered.shard):
-            REQUIRES_GRAD.__set__(parameter, value)
+    gathered.shard.requires_grad = value  # which sets both
 
 
 class GatheredTensor:
