@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,21 @@ log = logging.getLogger(__name__)
 PENDING_SAVE_LIMIT_S = 60.0
 
 
+@dataclass
+class _Save:
+    """A save after which training goes on: what waits for it runs in the next step, once it is on disk.
+
+    Attributes:
+        path: Of the checkpoint.
+        writing: Is done when it is on disk.
+        actions: Of rank 0: links to it, then removals of older ones.
+    """
+
+    path: str
+    writing: Future[None]
+    actions: list[Callable[[], None]] = field(default_factory=list)
+
+
 class CheckpointSaver:
     """Saves the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
 
@@ -45,18 +61,9 @@ class CheckpointSaver:
     3. completes the checkpoint in the run's form, and makes a place for it,
     4. writes it, at once or in the background.
 
-    A save, and then the links to it and the removals that wait for it, have these states:
-
-    =====================  ============  =============================================
-    state                  ``_pending``  links and removals run
-    =====================  ============  =============================================
-    no training goes on    None          at once (``_defers`` is False)
-    saved, training on     None          in the next ``poll``, save or ``close``
-    being written          a future      there too, once it is written
-    =====================  ============  =============================================
-
-    ``save`` and ``close`` choose the state, ``finish`` ends a save. After a save that was given up
-    (``_keeps_older``), links and removals are dropped: nothing takes the place of older checkpoints.
+    While training goes on, the newest save is ``_unfinished``, from ``save`` to ``finish``: links to it and removals
+    of older ones wait until it is on disk. Else they run at once. After a save that was given up (``_keeps_older``)
+    they are dropped: nothing takes the place of older checkpoints.
 
     The ``options`` are the strategy's.
 
@@ -74,10 +81,7 @@ class CheckpointSaver:
         self._plugin: CheckpointIO | None = None  # of the Trainer, if that is not Lightning's default
         # By id: tensors that Lightning has got. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._pending: Future[None] | None = None
-        self._background_path = ""
-        self._defers = False
-        self._deferred: list[Callable[[], None]] = []  # of rank 0
+        self._unfinished: _Save | None = None
         self._keeps_older = False
 
     def choose_form(self, io: CheckpointIO, world_size: int) -> None:
@@ -98,9 +102,10 @@ class CheckpointSaver:
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background. Not a collective."""
-        lightning_internals.patch_model_checkpoints(
-            patches, trainer, self._link, lambda path: paths.normalize(path) == self._background_path
-        )
+        lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_unfinished)
+
+    def _is_unfinished(self, path: str) -> bool:
+        return self._unfinished is not None and self._unfinished.path == paths.normalize(path)
 
     # --- States, for Lightning's checkpoint -------------------------------------------------------
 
@@ -171,20 +176,19 @@ class CheckpointSaver:
                 checkpoint = whole(checkpoint, keep=group_rank() == 0)
             save = self._file_saver(storage_options)
             write = single_file.prepare_file(checkpoint, target, save, in_background)
-        self._defers = goes_on
-        self._background_path = ""
         if in_background:
-            self._background_path = target
             if group is not None:
                 # Collectives of two threads must not mix in one group.
                 group = collectives.background_group(self._timeout)
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._pending = executor.submit(_write_beside_training, module.device, write, group)
+            writing = executor.submit(_write_beside_training, module.device, write, group)
             executor.shutdown(wait=False)  # its thread ends with this save
-            return
-        write(group)
-        if not goes_on:
-            self.finish()  # no later step runs the links and removals that wait for this save
+        else:
+            write(group)
+            writing = Future()
+            writing.set_result(None)
+        if goes_on:
+            self._unfinished = _Save(target, writing)
 
     def finish(self) -> None:
         """Wait for the pending save, or raise its CheckpointError; then run deferred links and removals.
@@ -192,15 +196,12 @@ class CheckpointSaver:
         Not a collective: if rank 0 fails to link or to remove, the others learn of it as of any failure. One
         save at a time: two would need host memory for two copies, and could finish in the wrong order.
         """
-        pending = self._pending
-        deferred = self._deferred
-        self._pending = None
-        self._deferred = []
-        if pending is not None:
-            pending.result()  # if it raises, the older checkpoint stays the newest
-        with on_this_rank("Cannot remove an older checkpoint, or link to the new one"):
-            for action in deferred:
-                action()
+        save = self._unfinished
+        self._unfinished = None
+        if save is not None:
+            save.writing.result()  # if it raises, the older checkpoint stays the newest
+            for action in save.actions:
+                _link_or_remove(action)
 
     def _check_edits(self, checkpoint: dict[str, Any], target: str, group: dist.ProcessGroup | None) -> None:
         """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
@@ -256,25 +257,26 @@ class CheckpointSaver:
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
         remove = paths.remove if self._plugin is None else self._plugin.remove_checkpoint
-        self._defer(len(self._deferred), partial(remove, paths.normalize(path)))
+        self._once_on_disk(partial(remove, paths.normalize(path)), is_link=False)
 
     def _link(self, path: str, link: str) -> None:
         """Point ``link`` to the checkpoint at ``path`` on rank 0, once that is on disk. Not a collective."""
         # Before removals: until the links point to the new checkpoint, they need the old one.
-        self._defer(0, partial(paths.link, Path(path), Path(link)))
+        self._once_on_disk(partial(paths.link, Path(path), Path(link)), is_link=True)
 
-    def _defer(self, place: int, action: Callable[[], None]) -> None:
-        """Run ``action`` on rank 0, now or once the newest save is on disk. Not a collective."""
-        if self._keeps_older:
+    def _once_on_disk(self, action: Callable[[], None], is_link: bool) -> None:
+        """Run ``action`` on rank 0 once the newest save is on disk, links before removals. Not a collective."""
+        if self._keeps_older or group_rank() != 0:
             return
-        if group_rank() == 0:
-            self._deferred.insert(place, action)
-        if not self._defers:
-            self.finish()
+        if self._unfinished is None:
+            _link_or_remove(action)
+            return
+        waiting = self._unfinished.actions
+        waiting.insert(0 if is_link else len(waiting), action)
 
     def poll(self) -> None:
         """End a save in the background that is done by now, or raise its error, by :meth:`finish`."""
-        if self._pending is None or self._pending.done():
+        if self._unfinished is not None and self._unfinished.writing.done():
             self.finish()
 
     def close(self, was_interrupted: bool) -> None:
@@ -282,7 +284,6 @@ class CheckpointSaver:
 
         Not a collective of this thread: a save in the background is one, in its own.
         """
-        self._defers = False
         try:
             self.finish()
         except Exception as error:
@@ -295,8 +296,13 @@ class CheckpointSaver:
 
         Not a collective of this thread, as :meth:`close`.
         """
-        if self._pending is not None:
-            wait([self._pending], PENDING_SAVE_LIMIT_S)
+        if self._unfinished is not None:
+            wait([self._unfinished.writing], PENDING_SAVE_LIMIT_S)
+
+
+def _link_or_remove(action: Callable[[], None]) -> None:
+    with on_this_rank("Cannot remove an older checkpoint, or link to the new one"):
+        action()
 
 
 def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") -> None:
