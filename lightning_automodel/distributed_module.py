@@ -134,8 +134,9 @@ class DistributedModule:
                 f"mp_policy={options.mp_policy} beside precision={self._plugin.precision!r} has no effect on a model"
                 " that was sharded before, with another policy."
             )
-        self._sharding = shard_module(module, placement, options, policy, self._give_values)
-        return FSDP2Engine(module, placement, self._sharding)
+        settings = shard_module(module, placement, options, policy, self._give_values)
+        self._sharding = settings.report
+        return FSDP2Engine(module, placement, settings)
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""

@@ -51,7 +51,7 @@ from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.fsdp2_setup import set_prefetch
+from lightning_automodel.sharding.fsdp2_setup import FSDP2Settings, set_prefetch
 from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnits, Phase, PhasedEngine
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
@@ -115,17 +115,17 @@ class FSDP2Engine(PhasedEngine):
     Args:
         module: Sharded by FSDP2, with parameters that are :class:`Shard`.
         placement: Where this rank computes. Creating an engine is a collective over the tensor-parallel ranks.
-        report: What :func:`shard_module` has returned of the module.
+        settings: What :func:`shard_module` has decided for the module.
     """
 
-    def __init__(self, module: nn.Module, placement: Placement, report: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, placement: Placement, settings: FSDP2Settings) -> None:
         mesh = placement.mesh
         super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
         self.calls = Counter()
         self._reductions: fsdp2.Reductions | None = None
         self.model = module
-        self._defer = report["defer_fsdp_grad_sync"]
-        self._retain_unsharded = not report["reshard_during_accumulation"]
+        self._defer = settings.defer
+        self._retain_unsharded = settings.retains_unsharded
         self._host_group = placement.host_group
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
@@ -165,9 +165,9 @@ class FSDP2Engine(PhasedEngine):
         self._experts = {shard for shard in self.gathered.shards if num_expert_ranks(shard) > 1}
         self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
         units = units_of.values()
-        self._prefetch = partial(set_prefetch, units, report["prefetch"], placement.device.type == "cpu")
-        self._prefetch_is_pending = report["prefetch"] > 0
-        if report["prefetch"]:
+        self._prefetch = partial(set_prefetch, units, settings.prefetch, placement.device.type == "cpu")
+        self._prefetch_is_pending = settings.prefetch > 0
+        if settings.prefetch:
             self._patches.callback(set_prefetch, units, 0, in_background=False)
         if mesh.tensor_group is not None:
             split = {p for p in self.gathered.shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
@@ -253,9 +253,8 @@ class FSDP2Engine(PhasedEngine):
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         if backward.ends:
             self._reduce_as(BY_FSDP2)
-            if (
-                self._prefetch_is_pending
-            ):  # not before ranks compare, at this window's end, which units they use
+            if self._prefetch_is_pending:
+                # Not before ranks compare, at this window's end, which units they use.
                 self._prefetch_is_pending = False
                 self._prefetch()
         else:

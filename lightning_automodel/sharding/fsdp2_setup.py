@@ -1,6 +1,7 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,24 @@ from lightning_automodel.internals.torch import named_tensors
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, tensor_parallel, units
 from lightning_automodel.sharding.shards import shard_parameters
+from lightning_automodel.sharding.sync_context import Deferral
+
+
+@dataclass(frozen=True)
+class FSDP2Settings:
+    """What was decided for a sharded module.
+
+    Attributes:
+        defer: Which reductions wait for the end of a window, as ``defer_fsdp_grad_sync``.
+        retains_unsharded: Whether parameters stay gathered for a window.
+        prefetch: How many units ahead all-gathers start.
+        report: All of it, and why, for ``describe()``.
+    """
+
+    defer: Deferral
+    retains_unsharded: bool
+    prefetch: int
+    report: dict[str, Any]
 
 
 def shard_module(
@@ -22,10 +41,9 @@ def shard_module(
     options: StrategyOptions,
     policy: MixedPrecisionPolicy,
     give_values: Callable[[], None],
-) -> dict[str, Any]:
+) -> FSDP2Settings:
     """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world.
 
-    Returns what was decided, and why, for ``describe()``.
     ``policy`` has the dtypes that units compute and reduce in; ``give_values`` initialises tensors without
     values, once they are sharded.
     """
@@ -63,7 +81,9 @@ def shard_module(
         report["prefetch_reason"] = (
             "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0"
         )
-    return report | {"prefetch": ahead, "cpu_offload": options.cpu_offload}
+    report |= {"prefetch": ahead, "cpu_offload": options.cpu_offload}
+    retains_unsharded = not report["reshard_during_accumulation"]
+    return FSDP2Settings(report["defer_fsdp_grad_sync"], retains_unsharded, ahead, report)
 
 
 def _report_on_units(

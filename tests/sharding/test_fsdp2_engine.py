@@ -19,6 +19,7 @@ from lightning_automodel.gradients.window_records import BackwardPass, Window
 from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+from lightning_automodel.sharding.fsdp2_setup import FSDP2Settings
 from lightning_automodel.sharding.shards import shard_parameters
 from lightning_automodel.sharding.sync_context import Deferral
 from tests.gradients.ragged import TOLERANCE, Holder, Net, error, micro_batch
@@ -56,8 +57,8 @@ def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:
     sizes = MeshSizes(num_replicas, dist.get_world_size() // num_replicas)
     mesh = build_mesh("cpu", sizes, timedelta(minutes=1))
     placement = Placement(mesh, torch.device("cpu"), 1, dist.group.WORLD)
-    report = {"defer_fsdp_grad_sync": defer, "reshard_during_accumulation": True, "prefetch": 0}
-    sync = FSDP2Engine(model, placement, report)
+    settings = FSDP2Settings(defer, retains_unsharded=False, prefetch=0, report={})
+    sync = FSDP2Engine(model, placement, settings)
     net: Any = model.inner["net"]
     shards: set[Tensor] = set(model.parameters())
     _micro_batch(sync, model, shards, 0, is_last=False)
