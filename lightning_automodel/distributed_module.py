@@ -1,5 +1,6 @@
 """The user's module as a run trains it: prepared, then sharded by FSDP2 or replicated by DDP."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,25 @@ from lightning_automodel.sharding.replaced import ModuleParameters, check_foreig
 from lightning_automodel.sharding.replicas import check_replicas
 
 
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is made from.
+
+    Attributes:
+        module: The user's.
+        options: The strategy's.
+        placement: Where this rank computes.
+        plugin: The Trainer's precision plugin.
+        advice: Tells the user.
+    """
+
+    module: pl.LightningModule
+    options: StrategyOptions
+    placement: Placement
+    plugin: Precision
+    advice: Advice
+
+
 class DistributedModule:
     """A module that is prepared and distributed, in the order of the methods of this class.
 
@@ -37,31 +57,18 @@ class DistributedModule:
         buffers: Those that ranks take from the first one; None if none are.
 
     Args:
-        module: The user's.
-        options: The strategy's.
-        placement: Where this rank computes.
-        plugin: The Trainer's precision plugin.
-        fitting: Whether it is trained.
-        advice: Tells the user.
+        config: Of the run.
+        fitting: Whether the module is trained.
         patches: Restored when the run ends.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        options: StrategyOptions,
-        placement: Placement,
-        plugin: Precision,
-        fitting: bool,
-        advice: Advice,
-        patches: PatchStack,
-    ) -> None:
-        self._module = module
-        self._options = options
-        self._placement = placement
-        self._plugin = plugin
+    def __init__(self, config: RunConfig, fitting: bool, patches: PatchStack) -> None:
+        self._module = config.module
+        self._options = config.options
+        self._placement = config.placement
+        self._plugin = config.plugin
+        self._advice = config.advice
         self._fitting = fitting
-        self._advice = advice
         self._sharding: dict[str, Any] = {}  # what was decided for FSDP2, and why
         self._check()
         self._prepare(patches)
@@ -118,7 +125,7 @@ class DistributedModule:
         self.buffers: SharedBuffers | None = None
         if self.engine.shares_buffers:
             self.buffers = SharedBuffers(module, mesh.group, self._placement.device, self._ignored)
-        self.parameters.note_distributed()
+        self.parameters.invalidate_replaced()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
 
     def _make_engine(self) -> Engine:

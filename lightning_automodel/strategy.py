@@ -60,6 +60,7 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
+from lightning_automodel.distributed_module import RunConfig
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import StepReport
@@ -548,9 +549,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._layer_sync.apply(module)
         host_group = collectives.host_group(self._options.parsed_timeout)
         placement = Placement(self._joined_mesh, self.root_device, self.num_processes, host_group)
-        self._run = TrainingRun(
-            module, self._options, placement, self.precision_plugin, self._advice, self._patches
-        )
+        config = RunConfig(module, self._options, placement, self.precision_plugin, self._advice)
+        self._run = TrainingRun(config, self._patches)
         self.model = self._run.distributed.model
         weight_averaging.set_up(module)
 
@@ -624,7 +624,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         checks.check_validation_interval(self._module.trainer)
         self._required_run.windows.reset()
-        self._required_run.synchronize_metrics()  # a resumed epoch may have no first batch
+        self._required_run.patch_metrics_of_peers()  # a resumed epoch may have no first batch
         if self._resume is not None:
             self._resume.on_train_start()
 
@@ -644,7 +644,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._required_run.synchronize_metrics()
+            self._required_run.patch_metrics_of_peers()
         self._required_run.inputs.begin_training_batch()
 
     @override

@@ -4,17 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial, wraps
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.loader_processing import LoaderProcessing
@@ -23,8 +20,7 @@ from lightning_automodel.data.samplers import share_own_samplers
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import Gathers, gather_objects
-from lightning_automodel.distributed.mesh import Placement
-from lightning_automodel.distributed_module import DistributedModule
+from lightning_automodel.distributed_module import DistributedModule, RunConfig
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
@@ -37,7 +33,6 @@ from lightning_automodel.internals import metrics as metrics_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
-from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, precision
 
 
@@ -66,71 +61,36 @@ class TrainingRun:
         micro_batches: Runs training steps and backwards.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        options: StrategyOptions,
-        placement: Placement,
-        plugin: Precision,
-        advice: Advice,
-        patches: PatchStack,
-    ) -> None:
+    def __init__(self, config: RunConfig, patches: PatchStack) -> None:
+        module = config.module
+        options = config.options
         self.patches = patches
         self.module = module
-        self.plugin = plugin
-        self.device = placement.device
-        self.advice = advice
+        self.plugin = config.plugin
+        self.device = config.placement.device
+        self.advice = config.advice
         self._options = options
-        self._placement = placement
+        self._placement = config.placement
         self._metrics_are_patched = False  # of the loader that is evaluated
-        self._mesh = placement.mesh
+        self._mesh = config.placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if fitting and options.count_window_ahead:
             checks.check_ahead(module)
         for note in options.without_effect():
-            advice.say_once(note)
+            self.advice.say_once(note)
         self._context: ContextParallelSteps | None = None
         if self._mesh.context_parallel is not None:
             self._context = ContextParallelSteps(
-                module, self._mesh.context_parallel, options, plugin, patches
+                module, self._mesh.context_parallel, options, self.plugin, patches
             )
-        self.distributed = DistributedModule(module, options, placement, plugin, fitting, advice, patches)
+        self.distributed = DistributedModule(config, fitting, patches)
         self.engine = self.distributed.engine
-        self.synchronize_metrics()
-        self._make_training(fitting)
-
-    def synchronize_metrics(self) -> None:
-        """Let metrics count each sample once where tensor-parallel peers have the same. Not a collective.
-
-        Hooks make metrics too: called again, this sees those that were made since.
-        """
-        if self._mesh.tensor_group is not None:
-            self.patch_metrics()
-
-    def patch_metrics(self) -> None:
-        """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
-
-        Looks at all that modules hold, which takes its time.
-        """
-        metrics = metrics_internals.metrics_in(self.module)
-        synchronise_over(self._mesh.group, metrics.values(), self.patches)
-
-    def _make_training(self, fitting: bool) -> None:
-        """What trains the distributed module, from its data to its optimizer steps."""
         self.windows = self._make_windows()
-        whole = WholeSteps(self.device, self._options.optimizer_step)
-        self.steps = OptimizerSteps(
-            self.windows,
-            self._options,
-            whole,
-            self.advice.say_once,
-            self.distributed.parameters.check_optimizer,
-        )
-        self.patches.callback(self.steps.close)
-        self._make_inputs(fitting)
+        self.steps = self._make_steps()
+        self.loaders, self.inputs = self._make_inputs(fitting)
         self._watch_logging(fitting)
         self.micro_batches = MicroBatches(
-            self.module,
+            module,
             self.engine,
             self.distributed.buffers,
             self.windows,
@@ -138,6 +98,24 @@ class TrainingRun:
             self.inputs,
             self.advice,
         )
+
+    def patch_metrics_of_peers(self) -> None:
+        """Before training batches, :meth:`patch_metrics` where tensor-parallel peers have the same samples.
+
+        Elsewhere what a training step synchronises is of all ranks, which come to it together.
+        """
+        if self._mesh.tensor_group is not None:
+            self.patch_metrics()
+
+    def patch_metrics(self) -> None:
+        """Let TorchMetrics of module, callbacks and data module synchronise over the ranks that hold different data.
+
+        Hooks and steps make metrics too. So this is called at the end of a training epoch, and before and after the
+        batches of a loader that is evaluated; each call sees what was made since. It looks at all that modules hold,
+        which takes its time.
+        """
+        metrics = metrics_internals.metrics_in(self.module)
+        synchronise_over(self._mesh.group, metrics.values(), self.patches)
 
     def _make_windows(self) -> GradientWindows:
         parameters = list(self.distributed.parameters.named.values())
@@ -147,7 +125,14 @@ class TrainingRun:
         scaling = LossScaling(scaler, in_float16, self._mesh, self.device, self.patches)
         return GradientWindows(self.engine, self._make_weighting(), scaling, self._placement, parameters)
 
-    def _make_inputs(self, fitting: bool) -> None:
+    def _make_steps(self) -> OptimizerSteps:
+        whole = WholeSteps(self.device, self._options.optimizer_step)
+        check = self.distributed.parameters.check_optimizer
+        steps = OptimizerSteps(self.windows, self._options, whole, self.advice.say_once, check)
+        self.patches.callback(steps.close)
+        return steps
+
+    def _make_inputs(self, fitting: bool) -> tuple[LoaderProcessing, UnevenInputs]:
         """What the Trainer draws in place of its loaders, and what steps do where the data of ranks is uneven."""
         options = self._options
         trainer = self.module.trainer
@@ -158,12 +143,11 @@ class TrainingRun:
             ahead = WindowAhead(trainer, host_group, self._mesh.sizes.tensor, count)
         # Lightning warns in `validate` and `test` that samples are repeated, which `LoaderProcessing` prevents.
         self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders")
-        self.loaders = LoaderProcessing(
-            trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
-        )
-        self.inputs = UnevenInputs(trainer, host_group, ahead)
+        loaders = LoaderProcessing(trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once)
+        inputs = UnevenInputs(trainer, host_group, ahead)
         lightning_internals.patch_samplers(trainer, share_own_samplers, self.patches)
-        self.patches.set(Gathers, "check", self.inputs.check_communication)
+        self.patches.set(Gathers, "check", inputs.check_communication)
+        return loaders, inputs
 
     def _watch_logging(self, fitting: bool) -> None:
         """Let what steps log count once where ranks have unequal amounts of data, and be reduced by its names."""

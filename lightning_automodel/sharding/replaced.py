@@ -55,7 +55,7 @@ def check_foreign_shards(module: nn.Module) -> None:
 
 
 class ModuleParameters:
-    """The parameters of ``module`` before it is distributed, and from :meth:`note_distributed` on those that train.
+    """The parameters of ``module`` before it is distributed, and from :meth:`invalidate_replaced` on those that train.
 
     Attributes:
         named: Of the distributed module, each once.
@@ -73,7 +73,7 @@ class ModuleParameters:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}  # by what they have replaced
         self._places: list[tuple[str, dict[str, nn.Parameter | None], nn.Parameter]] = []
 
-    def note_distributed(self) -> None:
+    def invalidate_replaced(self) -> None:
         """The module has its final parameters. Any use of those that shards have replaced raises from now on.
 
         What holds one would neither see nor train what the module computes with. Their memory is freed.
