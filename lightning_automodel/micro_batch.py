@@ -366,4 +366,5 @@ class MicroBatches:
     def reset(self) -> None:
         """Drop open windows and the data of the current step: an exception was raised, or the run ends."""
         self.windows.reset()
+        self.engine.take_writes()  # of ranks that may have failed in different places
         self._step = _Step()

@@ -299,6 +299,7 @@ class TrainingRun:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
         self.windows.agreement.check_earlier(waits=True)
         self.steps.check_learning_rates(self._placement.host_group)
+        self.windows.check_writes()
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
         self.distributed.check_replicas()

@@ -28,7 +28,7 @@ from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.rank_agreement import Position, RankAgreement
+from lightning_automodel.gradients.rank_agreement import DIFFERENT_WRITES, Position, RankAgreement
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -168,6 +168,17 @@ class GradientWindows:
             self.unsynchronised.update(leaf for leaf in engine.reached if not hasattr(leaf, "shard"))
         engine.reached.clear()
 
+    def check_writes(self) -> None:
+        """Raise RuntimeError, on every rank, if ranks have written differently since a window ended. A collective.
+
+        Reads the device.
+        """
+        number = (
+            torch.zeros((), dtype=wide_dtype(self.device), device=self.device) + self.engine.take_writes()
+        )
+        if self.divisor > 1 and not self.agreement.has_written_alike(number):
+            raise RuntimeError(DIFFERENT_WRITES)
+
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
         self.open_windows = {}
@@ -175,7 +186,6 @@ class GradientWindows:
         self.since_step.clear()
         self.measured.clear()
         self.agreement.clear()
-        self.engine.take_writes()  # of ranks that may have failed in different places
         self._forget()
 
     def _forget(self) -> None:
@@ -372,6 +382,7 @@ class GradientWindows:
             self._write_grads(self.engine.backward.older_gradients)
         try:
             self.reset()
+            self.engine.take_writes()  # of ranks that may have failed in different places
             self.engine.recover()
         except Exception as later:
             # A device that has failed raises in each later call: the first error is the cause.

@@ -4,9 +4,11 @@ Those of FSDP2 and of process groups stand in the files beside this one.
 """
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -107,6 +109,14 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
     """Whether ``parameter`` has a hook of the user that runs after its gradient is accumulated."""
     hooks: Any = parameter._post_accumulate_grad_hooks or {}
     return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
+
+
+def is_called_from(module: ModuleType) -> bool:
+    """Whether a function of a Python ``module`` runs, and has called what runs now."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
+    return frame is not None
 
 
 def iterate_anew(loader: Any) -> None:

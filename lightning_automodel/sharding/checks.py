@@ -1,6 +1,7 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from pickle import PicklingError
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.fsdp2 import fsdp_units
+from lightning_automodel.sharding.quantized import has_parts
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
@@ -79,6 +81,14 @@ _MIXED = (
     "A tensor-parallel parameter is a DTensor within a step, too. Where it meets other tensors, as in a penalty on"
     " weights, take p.full_tensor() of it."
 )
+_COMPILED = (
+    "A function that is compiled with fullgraph=True was given shards, as by torchao's optimizers of 8 and 4 bits, and"
+    " torch.compile leaves shards to Python. Leave fullgraph=True out, or pass data_parallel='ddp'."
+)
+_DUAL_NUMBERS = (
+    "Dual numbers (torch.autograd.forward_ad) entered an FSDP unit, whose hooks have no rule for them. Call"
+    " torch.func.jvp, or pass data_parallel='ddp'."
+)
 _ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST, _MIXED)
 _EXPLANATIONS = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
@@ -95,6 +105,8 @@ _EXPLANATIONS = {
     "out of memory. Tried to allocate": _OUT_OF_MEMORY,
     "to have the same dtype, but got": _WITHOUT_AUTOCAST,
     "got mixed torch.Tensor and DTensor": _MIXED,
+    "of class `Shard`": _COMPILED,
+    "but the jvp is not returning a view": _DUAL_NUMBERS,
 }
 """What a part of torch's text means here."""
 
@@ -229,6 +241,24 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             " on parameters that FSDP2 shards and that are no spread experts: the number of label tokens is"
             " then known ahead, and nothing is left to be averaged over ranks."
         )
+
+
+def check_memory(tensors: Mapping[str, Tensor], replicated: Container[str]) -> None:
+    """Raise ValueError if a parameter to be sharded, not ``replicated``, lies in the memory of another tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        has_memory = not (tensor.is_meta or isinstance(tensor, DTensor) or has_parts(tensor))
+        if has_memory and tensor.numel() > 0:
+            names[tensor.data_ptr()].append(name)
+    for shared in names.values():
+        if len(shared) > 1 and any(
+            isinstance(tensors[n], nn.Parameter) and n not in replicated for n in shared
+        ):
+            raise ValueError(
+                f"{' and '.join(shared)} lie in one memory, which sharding would take apart: a write to one would not"
+                " change the other any more. Let them be one parameter (self.decoder.weight = self.encoder.weight),"
+                " compute one of the other in forward, or pass data_parallel='ddp'."
+            )
 
 
 def check_shardable(sharded: Mapping[str, nn.Parameter]) -> None:

@@ -60,6 +60,7 @@ def shard_module(
         tensors = named_tensors(module)
         apply.broadcast_states(tensors, mesh)
         if plan is not None:
+            checks.check_memory(tensors, plan.replicated)
             apply.apply_fsdp2(module, tensors, plan, mesh, options, policy)
     give_values()
     sharded = fsdp2.fsdp_units(module)

@@ -31,7 +31,7 @@ from lightning_automodel.internals.dtensor import (
     support_foreach,
     with_part,
 )
-from lightning_automodel.internals.torch import local_tensor, without_wrappers
+from lightning_automodel.internals.torch import is_called_from, local_tensor, without_wrappers
 from lightning_automodel.sharding import gathered_tensor, parts
 from lightning_automodel.sharding.parts import NeedsWholes, elementwise, part_like
 from lightning_automodel.sharding.whole_copies import (
@@ -39,6 +39,7 @@ from lightning_automodel.sharding.whole_copies import (
     Call,
     count_writes,
     gather,
+    name_of,
     note_write,
     on_wholes,
 )
@@ -225,10 +226,21 @@ def _equal(call: Call) -> Any:
     return one.shape == other.shape and on_wholes(call)
 
 
+def _address(call: Call) -> Any:
+    """``p.data_ptr()``, of which recurrent layers find out whether their weights lie in one buffer."""
+    shard = call.args[0]
+    if not isinstance(shard, nn.Parameter):
+        return _refuse(call)  # what is saved are aliases of parameters
+    if is_called_from(nn.modules.rnn):
+        return 0
+    raise RuntimeError(
+        f"data_ptr() of {name_of(shard)}, which is sharded, and has no address as a whole: tell parameters apart"
+        " by id(p), or by name."
+    )
+
+
 def _refuse(call: Call) -> Any:
     """What torch.save and safetensors write, and what transformers take to be shared if addresses are equal."""
-    if call.name == "data_ptr" and isinstance(call.args[0], nn.Parameter):
-        return call.run()  # 0: nn.LSTM asks its parameters, and what is saved are aliases of these
     raise RuntimeError(
         f"{call.args[0].parameter_name} is sharded: torch.save, or another process, would get this rank's part alone"
         f" ({call.name}). Save it whole: {SAVE_WHOLE}"
@@ -351,7 +363,8 @@ _NAMES: dict[Callable[[Call], Any], Sequence[str]] = {
     _requires_grad: ("requires_grad_",),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     _numpy: ("numpy", "__array__"),
-    _refuse: ("data_ptr", "share_memory_", "storage", "untyped_storage", "__reduce_ex__"),
+    _address: ("data_ptr",),
+    _refuse: ("__dlpack__", "share_memory_", "storage", "untyped_storage", "__reduce_ex__"),
     _hook: ("register_hook", "register_post_accumulate_grad_hook"),
     _grad: ("grad",),
     _backward: ("backward",),

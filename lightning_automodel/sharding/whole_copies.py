@@ -33,6 +33,10 @@ AUGMENTED = """
 """Operators such as ``+=``."""
 
 
+_COLLECTIVES = dist.all_reduce.__module__
+_OPERATORS = type(torch.ops.aten.add).__module__
+"""Where functions come from that do not count what they write."""
+
 _UNNAMED = "a tensor"
 
 _FOLLOWED = (
@@ -77,6 +81,19 @@ class Call:
         if isinstance(target, Tensor):
             return (target,)
         return target
+
+    @property
+    def counts_writes(self) -> bool:
+        """Whether it counts what it writes: not a collective, nor an operator of another library.
+
+        Raises RuntimeError for a collective that would go on writing afterwards.
+        """
+        home = str(getattr(self.function, "__module__", None))
+        if home == _COLLECTIVES and any(value is True for value in self.values):
+            raise RuntimeError(
+                f"{self.name} on sharded tensors with async_op=True, whose result would be lost: leave that out."
+            )
+        return not home.startswith((_COLLECTIVES, _OPERATORS))
 
 
 # --- Communication --------------------------------------------------------------------------------------------------
@@ -301,6 +318,8 @@ def on_wholes(call: Call) -> Any:
         Tensor, is_recorded, (call.args, call.kwargs)
     )
     copies: dict[int, GatheredCopy] = {}  # by the ids of arguments
+    counts_writes = call.counts_writes
+    before: dict[int, Tensor] = {}  # if the function does not count writes
 
     def whole_of(value: Any) -> Any:
         if isinstance(value, View):
@@ -309,8 +328,11 @@ def on_wholes(call: Call) -> Any:
         elif isinstance(value, DTensor):
             if id(value) not in copies:
                 copies[id(value)] = _copy_of(value, call.name)
-            return copies[id(value)].whole
-        return value
+        else:
+            return value
+        if not counts_writes and id(value) not in before:
+            before[id(value)] = copies[id(value)].whole.detach().clone()
+        return value if isinstance(value, View) else copies[id(value)].whole
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
@@ -326,6 +348,9 @@ def on_wholes(call: Call) -> Any:
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_written):
         result = call.run_with(partial(tree_map, whole_of))
-    for gathered in copies.values():
+    written = set(map(id, call.written()))
+    for key, gathered in copies.items():
+        if key in written or (key in before and not torch.equal(before[key], gathered.whole)):
+            torch.autograd.graph.increment_version([gathered.whole])  # some of torch's do not count, either
         gathered.carry(call.name, is_followed)
     return tree_map(shard_or_view, result)
