@@ -53,7 +53,7 @@ class TrainingRun:
         advice: What the user has been told.
         patches: Restored when the run ends.
         distributed: The module, sharded or replicated.
-        engine: Of it: reduces gradients.
+        engine: The engine of that module, which reduces gradients.
         windows: The accumulation windows of a fit.
         steps: Watches, clips and checks before optimizers step.
         loaders: Makes of each loader what this rank iterates.
@@ -71,7 +71,7 @@ class TrainingRun:
         self.advice = config.advice
         self._options = options
         self._placement = config.placement
-        self._metrics_are_patched = False  # of the loader that is evaluated
+        self._metrics_are_patched = False  # for the loader that is being evaluated
         self._mesh = config.placement.mesh
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if fitting and options.count_window_ahead:

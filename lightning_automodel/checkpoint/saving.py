@@ -40,9 +40,9 @@ class _Save:
     """A save after which training goes on: what waits for it runs in the next step, once it is on disk.
 
     Attributes:
-        path: Of the checkpoint.
-        writing: Is done when it is on disk.
-        actions: Of rank 0: links to it, then removals of older ones.
+        path: Where the checkpoint lies.
+        writing: Done when the checkpoint is on disk.
+        actions: What rank 0 does then: it links to it, then removes older ones.
     """
 
     path: str

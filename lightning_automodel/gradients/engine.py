@@ -1,6 +1,7 @@
 """What the strategy and the algebra ask of an engine, here without any communication."""
 
 import math
+import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -37,8 +38,8 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
-        written: [] a number of all whole tensors and numbers that this rank has written to sharded parameters and their
-            gradients, or changed one with in place: the same on ranks that have written alike.
+        written: [] a number of which sharded parameters and gradients this rank has written, and with which tensors and
+            numbers: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -66,16 +67,22 @@ class Engine:
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
 
-    def note_write(self, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
-        """Note what this rank writes to a parameter or gradient with: each holds a part, so that all must do alike."""
+    def compare_write(self, what: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
+        """Note ``what`` this rank writes, and with which values, to be compared where the next window ends.
+
+        Each rank holds a part of a parameter and its gradient, so that all must write alike.
+        """
         if self.group is None:
             return
-        self.written = self.written + 1.0
+        values: Tensor | float = 1.0
         for number in numbers:
             # Rounding, by which ranks may differ, hardly moves it. NaN and infinities count as a number too.
-            self.written = self.written + (number < 0) + math.log(min(HUGE, abs(number)) + TINY)
+            values = values + (number < 0) + math.log(min(HUGE, abs(number)) + TINY)
         for tensor in tensors:
-            self.written = self.written + fingerprint(tensor)
+            values = values + fingerprint(tensor)
+        # The same values, written to another parameter, give another number.
+        weight = 1.0 + zlib.crc32(what.encode()) / 2**32
+        self.written = self.written + weight * values
 
     def take_writes(self) -> Tensor | float:
         """[] the number of what this rank has written since it was last taken."""

@@ -110,7 +110,7 @@ class FSDP2Engine(PhasedEngine):
 
     Attributes:
         gathered: The FSDP units of the module, each with its gathered parameters.
-        phase: What runs.
+        phase: The code that runs now.
 
     Args:
         module: Sharded by FSDP2, with parameters that are :class:`Shard`.

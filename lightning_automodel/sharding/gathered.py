@@ -93,7 +93,7 @@ class GatheredUnit(fsdp2.Unit):
 
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.
-        hooks: Of its forwards.
+        hooks: Handles of the hooks of its forwards.
         forwards: Those that run (one may call the unit again): the arguments, and what FSDP2 has copied of them.
     """
 
@@ -109,7 +109,7 @@ class GatheredUnit(fsdp2.Unit):
         self._copies = [make_gathered(param, engine) for param in self.params]  # that all gathers write to
         for shard in self._shards:
             if num_expert_ranks(shard) == 1:  # other ranks have other experts
-                shard.engine = weakref.ref(engine)
+                shard.engine_ref = weakref.ref(engine)
         self.forget_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
@@ -207,7 +207,7 @@ class GatheredUnit(fsdp2.Unit):
                 continue
             shard = param.sharded_param
             _write_back(param, not any(shard is one for one in written))
-            note_write(shard, [local_tensor(param.unsharded_param)])
+            note_write([shard], "write", [local_tensor(param.unsharded_param)])
             self._gathered_versions[number] += 1
             if self._forward_versions:
                 self._forward_versions[number] += 1
@@ -257,7 +257,7 @@ class GatheredUnits:
     Args:
         modules: The FSDP units, each once.
         stays: Whether the parameters of a unit stay gathered for the whole step.
-        engine: Of which they are.
+        engine: The engine that they belong to.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def elementwise(call: Call) -> Any:
     if result is own:  # written in place, or nothing to do, as for contiguous()
         if not targets:
             return like
-        note_write(like, call.values)
+        note_write([like], call.name, call.values)
         if is_followed:
             return Tensor.copy_(like, _as_shard(own, like))
         count_writes([like])
@@ -73,18 +73,20 @@ def cast(call: Call) -> Any:
 def foreach(call: Call) -> Any:
     """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``): as the first list is sharded, so the others."""
     models = call.values[0]
+    if not isinstance(models, (list, tuple)):
+        raise NeedsWholes
     result = call.run_with(lambda value: _parts_like(value, models))
     if call.written():
-        count_writes([model for model in models if isinstance(model, DTensor)])
-        if (
-            getattr(models[0], "engine", None) is not None
-        ):  # not of optimizers' states, which are most of what is written
+        shards = [model for model in models if isinstance(model, DTensor)]
+        count_writes(shards)
+        # Not of optimizers' states, which are most of what is written.
+        if shards and getattr(shards[0], "engine_ref", None) is not None:
+            others: list[Any] = []
             # A fused kernel's are the numbers of steps, one for each parameter: a kernel for each would take longer.
-            lists = (
-                [] if "fused" in call.name else [value for value in call.values if isinstance(value, list)]
-            )
-            others = [value for value in lists if not alike(value, models)]
-            note_write(models[0], [*call.values, *chain(*others)])
+            if "fused" not in call.name:
+                lists = [value for value in call.values if isinstance(value, list)]
+                others = [value for value in lists if not alike(value, models)]
+            note_write(shards, call.name, [*call.values, *chain(*others)])
         return None if result is None else models
     return [
         _as_shard(part, like) if isinstance(like, DTensor) else part

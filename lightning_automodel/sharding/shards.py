@@ -62,13 +62,14 @@ class Shard(DTensor):
     Attributes:
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
-        engine: Of a parameter of a fit, and of its gradient, returns what compares the writes of ranks; else None.
+        engine_ref: Of a parameter of a fit, and of its gradient, a weak reference to the engine, which compares the
+            writes of ranks; else None.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
     """
 
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
-    engine: Any = None
+    engine_ref: Any = None
     accepts_hooks: bool = False
 
     @classmethod
@@ -92,17 +93,17 @@ class Shard(DTensor):
             if gradient.__class__ is DTensor:
                 gradient = make_shard(gradient)
                 gradient.parameter_name = self.parameter_name
-                gradient.engine = self.engine
+                gradient.engine_ref = self.engine_ref
         return gradient
 
     @grad.setter
     def grad(self, value: Any) -> None:
         with plain_access():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.shape:
-                note_write(self, [value])
+                note_write([self], "grad", [value])
                 value = with_part(Shard, part_like(value, self, False).clone(), self)
                 value.parameter_name = self.parameter_name
-                value.engine = self.engine
+                value.engine_ref = self.engine_ref
             GRAD.__set__(self, value)
 
     @property
@@ -143,7 +144,7 @@ class Shard(DTensor):
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
                 local_tensor(self).copy_(part)
             count_writes([self])
-            note_write(self, [values])
+            note_write([self], "data", [values])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
         copied: Any = self.detach().clone()
@@ -196,7 +197,7 @@ def _alias(call: Call) -> Any:
     """What returns the same memory, and shares its version counter."""
     alias = make_shard(call.run())
     alias.parameter_name = call.args[0].parameter_name
-    alias.engine = call.args[0].engine
+    alias.engine_ref = call.args[0].engine_ref
     return alias
 
 
@@ -210,6 +211,8 @@ def _requires_grad(call: Call) -> Any:
 
 def _new(call: Call) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
+    if any(isinstance(value, DTensor) for value in call.values[1:]):
+        return on_wholes(call)  # ``x.new_tensor(p)``
     return call.run_with(local_tensor)
 
 
@@ -222,7 +225,7 @@ def _numpy(call: Call) -> Any:
 
 def _equal(call: Call) -> Any:
     """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters."""
-    one, other = call.args
+    one, other = call.values
     return one.shape == other.shape and on_wholes(call)
 
 
@@ -350,6 +353,7 @@ def _in_place(names: Sequence[str]) -> list[str]:
     return [f"{name}_" for name in names]
 
 
+# A name may stand here only if its rule gives what the whole tensors give, whatever the arguments are.
 _NAMES: dict[Callable[[Call], Any], Sequence[str]] = {
     elementwise: (*_ELEMENTWISE, *_in_place(_ELEMENTWISE), *AUGMENTED),
     parts.foreach: (

@@ -159,7 +159,7 @@ def write_part(into: Tensor, whole: Tensor) -> None:
     """Write this rank's part of a plain tensor, which every rank has, into a sharded one. Not a collective."""
     local_tensor(into).copy_(own_part(whole, into))
     count_writes([into])
-    note_write(into, [whole])
+    note_write([into], "write", [whole])
 
 
 def versions(shards: list[Any]) -> list[int]:
@@ -177,14 +177,15 @@ def count_writes(shards: list[Any]) -> None:
     torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
 
 
-def note_write(shard: Any, values: Sequence[Any]) -> None:
-    """Let ranks compare the plain tensors and the numbers that each has written a parameter or its gradient with."""
-    reference = getattr(shard, "engine", None)
+def note_write(shards: Sequence[Any], function: str, values: Sequence[Any]) -> None:
+    """Let ranks compare which parameters, or their gradients, each has written, with which tensors and numbers."""
+    reference = getattr(shards[0], "engine_ref", None)
     engine = None if reference is None else reference()
     if engine is None:
         return
     tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor | View)]
-    engine.note_write(tensors, [v for v in values if isinstance(v, int | float)])
+    what = " ".join([function, *map(name_of, shards)])
+    engine.compare_write(what, tensors, [v for v in values if isinstance(v, int | float)])
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -38,6 +39,16 @@ class Trained:
 
 
 Snippet = Callable[[Trained], Any]
+
+
+def _halve(tensor: Tensor) -> None:
+    tensor.numpy()[:] /= 2
+
+
+LIBRARY = torch.library.Library("lightning_automodel_tests", "FRAGMENT")
+"""As that of bitsandbytes, whose kernels write what autograd does not count."""
+LIBRARY.define("halve(Tensor(a!) tensor) -> ()")
+LIBRARY.impl("halve", _halve, "CPU")
 
 
 def ramp(like: Tensor) -> Tensor:
@@ -78,6 +89,9 @@ READS: dict[str, Snippet] = {
     "half precision": lambda net: net.weight.bfloat16().float().norm(),
     "compared by Python": lambda net: max(p.grad.norm() for p in net.parameters),
     # Several tensors.
+    "made of another": lambda net: net.bias.new_tensor(net.weight),
+    "powers of a number": lambda net: torch._foreach_pow(2.0, [net.weight, net.other]),
+    "equal by name": lambda net: torch.equal(net.weight, other=net.other),
     "product of matrices": lambda net: net.weight @ net.other.T,
     "product with a plain matrix": lambda net: (
         ramp(net.weight) @ net.other.T,
@@ -172,6 +186,10 @@ WRITES: dict[str, Snippet] = {
     **{f"penalty by {name}": _penalise(loss) for name, loss in LOSSES.items()},
     **{f"initialised {name}": _seeded(snippet) for name, snippet in INITIALISERS.items()},
     **{f"clipped by {name}": clip for name, clip in CLIPS.items()},
+    "by a function that counts nothing": lambda net: net.weight.grad.apply_(lambda value: value / 2),
+    "by an operator that counts nothing": lambda net: torch.ops.lightning_automodel_tests.halve(
+        net.weight.grad
+    ),
     "rows zeroed": lambda net: net.weight.grad.__setitem__(rows(net.weight), 0),
     "elements masked": lambda net: net.weight.grad.__setitem__(net.weight.grad > 0, 0),
     "slice by method": lambda net: net.weight.grad[2:4].mul_(0.5),
@@ -280,6 +298,12 @@ class Writes(Trained):
         )
         for parameter, gradient in zip((self.weight, self.other), gradients, strict=True):
             parameter.grad.add_(gradient, alpha=0.1)
+
+    def averaged_by_a_collective(self) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(self.weight.grad)
+            self.weight.grad[1:] /= dist.get_world_size()
+            self.weight.grad[0] /= dist.get_world_size()
 
     def slice_in_place(self) -> None:
         self.weight.grad[2:4] *= 0.5

@@ -63,6 +63,19 @@ class TooLarge(Net):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+class InOneMemory(Net):
+    """As autoencoders of tutorials are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight.data = self.net[0].weight.data.T
+
+
+class AsksForAddresses(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD({p.data_ptr(): p for p in self.parameters()}.values(), lr=0.1)
+
+
 class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +185,8 @@ REFUSED = {
         batches,
         {"per_token_loss": False},
     ),
+    "in-one-memory": refused(InOneMemory, "net.0.weight and net.2.weight lie in one memory", {}),
+    "asks-for-addresses": refused(AsksForAddresses, "data_ptr() of net.0.weight, which is sharded", {}),
     "assigns": refused(Assigns, "AttributeError: load_state_dict(..., assign=True), or an initialiser", {}),
     "sparse": refused(
         Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True).", {}

@@ -116,6 +116,10 @@ def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
 class Initialises(writers.Writer):
     """Takes a bias from the rows of each rank, as data-dependent initialisation does."""
 
+    def on_train_start(self) -> None:
+        self.rows = torch.full((1, writers.WIDTH), float(dist.get_rank()))
+        self.reach("before the first window")
+
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.rows = batch
 
@@ -123,6 +127,11 @@ class Initialises(writers.Writer):
         with torch.no_grad():
             write = OWN_VALUES.get(self.place, lambda *_: None)
             write(self.student.blocks[0].linear.bias, self.rows.mean(0))
+            if self.place == "to another parameter":
+                list(self.student.parameters())[dist.get_rank()].mul_(0.5)
+
+    def on_train_epoch_end(self) -> None:
+        self.reach("after the last window")
 
     def write(self) -> None:
         with torch.no_grad():
@@ -139,7 +148,8 @@ OWN_VALUES: dict[str, Callable[[Any, Tensor], Any]] = {
     "gradient": lambda bias, own: bias.grad.add_(own),
     "many": lambda bias, own: torch._foreach_mul_([bias], [own]),
 }
-INITIALISED = {f"initialised-{how}": (Initialises, (how,)) for how in ("start", *OWN_VALUES)}
+OWN_PLACES = ("start", "before the first window", "after the last window", "to another parameter")
+INITIALISED = {f"initialised-{how}": (Initialises, (how,)) for how in (*OWN_PLACES, *OWN_VALUES)}
 STATE_DICTS_AT_START = ("teacher-timm_ema-start", "teacher-hard_update-start")
 # By a step, to what stays gathered for the backward or not; and by hooks, to shards.
 WRITTEN_IN_STEP = ["teacher-swap-middle", "teacher-swap-end", "clamped-end", "wgan-forward"]
