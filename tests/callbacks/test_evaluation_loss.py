@@ -232,7 +232,7 @@ def test_a_step_that_tells_too_little(pool2: RankPool) -> None:
     """What it returned, and what it should return."""
     for none, no_count, other_strategy in pool2.run(_refusals):
         assert "test_step returned None: return {'loss': loss, 'num_label_tokens': n}" in none
-        assert "found no count (the batch is a list)" in no_count
+        assert "found no count (the batch is a list; label_key is" in no_count
         assert "return {'loss': loss, 'num_label_tokens': n} from test_step" in no_count
         assert "DDPStrategy does not count them (AutomodelStrategy does). Return" in other_strategy
         assert "{'loss': mean, 'num_label_tokens': n}" in other_strategy

@@ -187,11 +187,13 @@ def test_a_rank_that_raises_within_a_forward(pool2: RankPool) -> None:
 
 
 def test_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    """The report is logged, and attributes have the numbers of each step."""
+    """The report is logged, and attributes have the numbers of each step. A short window comes later, unseen."""
     check = ExactnessCheck(steps=2)
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, **{**SILENT, "callbacks": [check]})
-    trainer.fit(Writer(), DataLoader(sentences(0), batch_size=None))
+    settings = {**SILENT, "callbacks": [check], "accumulate_grad_batches": 2}
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, **settings)
+    trainer.fit(Writer(), DataLoader(sentences(0)[:1] * 5, batch_size=None))
     assert check.report in caplog.text
+    assert "EXACT but for the last window of each epoch, which has 1 of 2 micro-batches" in check.report
     assert (check.verdict, len(check.results)) == ("exact", 2)
 
 

@@ -107,7 +107,7 @@ def without_labels() -> list[Any]:
 
 REFUSED = {
     "no_count": refused(
-        *(CountsNothing, "found no count (the batch is a dict with the keys ['input_ids', 'targets'])"),
+        *(CountsNothing, "the keys ['input_ids', 'targets']; label_key is 'labels')"),
         "return {'loss': loss, 'num_label_tokens': n} from training_step",
         "put labels under batch['labels'] with -100",
         batches=without_labels,

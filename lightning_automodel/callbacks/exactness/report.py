@@ -178,6 +178,18 @@ def _lines(
 def _resting_on(first: StepResult, recorder: Recorder) -> str:
     """What an exact training rests on that was not compared."""
     text = ""
+    trainer = recorder.trainer
+    num_batches = trainer.num_training_batches
+    is_divided = recorder.run is None and recorder.is_automatic  # by the length of a full window
+    if (
+        is_divided
+        and isinstance(num_batches, int)
+        and (short := num_batches % trainer.accumulate_grad_batches)
+    ):
+        text = (
+            f" but for the last window of each epoch, which has {short} of {trainer.accumulate_grad_batches}"
+            " micro-batches, so that its gradients are too small"
+        )
     if not recorder.is_automatic:
         text = " for each manual_backward by itself"
     if recorder.counting.doubt():
