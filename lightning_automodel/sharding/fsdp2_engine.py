@@ -387,9 +387,9 @@ class FSDP2Engine(PhasedEngine):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        wanted = set(self.gathered.shards if parameters is None else parameters)
+        wanted = None if parameters is None else set(parameters)
         for group in self._groups:
-            owned = [p for p in group.fsdp_params if p.sharded_param in wanted]
+            owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
                 continue
             if fsdp2.holds_partial_reduction(group) and any(
