@@ -10,7 +10,6 @@ from torch import nn
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.options import StrategyOptions
 
@@ -89,9 +88,8 @@ def estimate(parameters: Iterable[nn.Parameter], device: torch.device) -> dict[s
     unsharded = gradients = state = 0
     for parameter in parameters:
         param = getattr(parameter, "fsdp_param", None)
-        with plain_access():
-            local = local_tensor(parameter)
-            is_trained = parameter.requires_grad
+        local = local_tensor(parameter)
+        is_trained = parameter.requires_grad
         if param is not None:
             numel = fsdp2.unsharded_numel(param)
             unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
