@@ -65,6 +65,7 @@ NOT_MESSAGES = {
     "but its data is not allocated yet": "torch's own message, which ours replaces",
     "only allowed to backward once on any region computed under selective": "torch's own message, which ours explains",
     "undefined, but still allreduced by DDP": "torch's own message, which ours explains",
+    "but the jvp is not returning a view": "torch's own message, which ours explains",
     "to have the same dtype, but got": "torch's own message, which ours explains",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",

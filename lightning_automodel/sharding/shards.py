@@ -237,8 +237,8 @@ def _address(call: Call) -> Any:
     if is_called_from(nn.modules.rnn):
         return 0
     raise RuntimeError(
-        f"data_ptr() of {name_of(shard)}, which is sharded, and has no address as a whole: tell parameters apart"
-        " by id(p), or by name."
+        f"data_ptr() of {name_of(shard)}, which is sharded, and has no address as a whole. To tell parameters apart,"
+        " take id(p), or their names."
     )
 
 
