@@ -6,7 +6,6 @@ processes of its own.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import re
@@ -277,36 +276,6 @@ def work_longer_than_the_timeout(folder: str) -> tuple[bool, tuple[str, str] | N
 @pytest.mark.sweep  # waits longer than a time limit
 def test_timeout_does_not_bound_work(pool4: RankPool, tmp_path: Path) -> None:
     assert pool4.run(work_longer_than_the_timeout, str(tmp_path)) == [(True, None)] * 4
-
-
-# --- Nothing is left --------------------------------------------------------------------------------------------------
-
-
-def count_resources() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/dev/fd"))
-
-
-def resources_around_blocks() -> list[tuple[int, int]]:
-    rank = play_two_nodes()
-    outcome_of()
-    gc.collect()  # groups that failed in earlier tests keep their connections until then
-    counts = [count_resources()]
-    with FirstRankPerNode():
-        counts.append(count_resources())
-    counts.append(count_resources())
-    for failing_rank in range(4):
-        outcome_of(fails=OSError() if rank == failing_rank else None)
-    outcome_of(scope="node" if rank else "global", timeout=SILENCE)
-    counts.append(count_resources())
-    return counts
-
-
-def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
-    """A block has two threads. The connection is that of the process group. Those of earlier tests may close late."""
-    for counts in pool4.run(resources_around_blocks):
-        (threads, *others), descriptors = zip(*counts, strict=True)
-        assert others == [threads + 2, threads, threads]
-        assert max(descriptors) == descriptors[0]
 
 
 # --- A group for the block --------------------------------------------------------------------------------------------

@@ -169,34 +169,19 @@ def refused(make: type[Net], message: str, options: dict[str, Any], **settings: 
 
 
 REFUSED = {
-    "too-large": refused(
-        TooLarge, "parameters stay gathered and gradients unsharded until a window ends", {}
-    ),
+    "too-large": refused(TooLarge, "parameters stay gathered and gradients unsharded until a", {}),
     "penalty-in-a-hook": refused(PenaltyInHook, "A backward with create_graph=True in a hook, or", {}),
     "copies-itself": refused(
         CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make", {}
     ),
-    "pickles-itself": Refused(
-        PicklesItself,
-        (
-            "PicklingError: A sharded module, of which this rank holds a part, cannot be pickled",
-            "(torch: Can't pickle",
-        ),
-        batches,
-        {"per_token_loss": False},
+    "pickles-itself": refused(
+        PicklesItself, "PicklingError: A sharded module, of which this rank holds a", {}
     ),
     "in-one-memory": refused(InOneMemory, "net.0.weight and net.2.weight lie in one memory", {}),
     "asks-for-addresses": refused(AsksForAddresses, "data_ptr() of net.0.weight, which is sharded", {}),
     "assigns": refused(Assigns, "AttributeError: load_state_dict(..., assign=True), or an initialiser", {}),
-    "sparse": refused(
-        Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True).", {}
-    ),
-    "sparse-buffer": Refused(
-        SparseBuffer,
-        ("ValueError: neighbours is sparse, and cannot be sent",),
-        batches,
-        {"per_token_loss": False},
-    ),
+    "sparse": refused(Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding", {}),
+    "sparse-buffer": refused(SparseBuffer, "ValueError: neighbours is sparse, and cannot be sent", {}),
     "several-dtypes": refused(
         SeveralDtypes,
         "Trainable parameters of one FSDP unit have several dtypes, and FSDP2 reduces their gradients in one.",
