@@ -124,7 +124,7 @@ class MicroBatches:
             batch = args[0]
         else:
             batch = next(iter(kwargs.values()), None)
-        self._step = _Step(batch, self.inputs.is_filler, is_first=self.windows.last_loss is None)
+        self._step = _Step(batch, self.inputs.is_filler, is_first=self.windows.is_first)
         if self._step.is_first:
             self._start_first_window(batch)
         if self.buffers is not None:

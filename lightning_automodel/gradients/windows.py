@@ -121,6 +121,11 @@ class GradientWindows:
         self._kept = self._nothing  # gradients of open windows, between backwards
         self.agreement = RankAgreement(placement)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no window of this run has ended yet."""
+        return self.last_loss is None
+
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed.
 

@@ -128,7 +128,7 @@ def add_up(values: Tensor, tensors: Sequence[Tensor], function: str) -> Tensor:
 
 
 def gather(shard: DTensor, function: str) -> Tensor:
-    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
+    """The whole of a sharded tensor. A collective on its mesh. Differentiable: the gradient reaches the shard.
 
     ``function`` is what it is gathered for: if some rank does not come, messages name it.
     """
