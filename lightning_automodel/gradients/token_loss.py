@@ -84,9 +84,8 @@ class TokenWeighting:
         raise MissingCountError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
             f" batch is {_kind_and_keys(batch)}; label_key is {self.label_key!r}). If each row is one sample, as for a"
-            " classifier or a GAN, pass"
-            " AutomodelStrategy(count='samples'); with class weights return their sum over the labels as"
-            " num_label_tokens instead. Give it in one of three ways: return {'loss': loss,"
+            " classifier or a GAN, pass AutomodelStrategy(count='samples'); with class weights return their sum over"
+            " the labels as num_label_tokens instead. Give it in one of three ways: return {'loss': loss,"
             f" 'num_label_tokens': n}} from {step} (manual optimization: self.manual_backward(loss,"
             " num_label_tokens=n)); pass count_label_tokens=<function of the batch>; or put labels under"
             f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"

@@ -6,7 +6,6 @@ Views of such a copy (``p.grad[2:4]``) keep it, so that writes to them go into t
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -319,8 +318,6 @@ def on_wholes(call: Call) -> Any:
         Tensor, is_recorded, (call.args, call.kwargs)
     )
     copies: dict[int, GatheredCopy] = {}  # by the ids of arguments
-    counts_writes = call.counts_writes
-    before: dict[int, Tensor] = {}  # if the function does not count writes
 
     def whole_of(value: Any) -> Any:
         if isinstance(value, View):
@@ -329,11 +326,8 @@ def on_wholes(call: Call) -> Any:
         elif isinstance(value, DTensor):
             if id(value) not in copies:
                 copies[id(value)] = _copy_of(value, call.name)
-        else:
-            return value
-        if not counts_writes and id(value) not in before:
-            before[id(value)] = copies[id(value)].whole.detach().clone()
-        return value if isinstance(value, View) else copies[id(value)].whole
+            return copies[id(value)].whole
+        return value
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
@@ -348,7 +342,11 @@ def on_wholes(call: Call) -> Any:
         return result
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_written):
-        result = call.run_with(partial(tree_map, whole_of))
+        args, kwargs = tree_map(whole_of, (tuple(call.args), dict(call.kwargs)))
+        before: dict[int, Tensor] = {}
+        if not call.counts_writes:
+            before = {key: gathered.whole.detach().clone() for key, gathered in copies.items()}
+        result = call.function(*args, **kwargs)
     written = set(map(id, call.written()))
     for key, gathered in copies.items():
         if key in written or (key in before and not torch.equal(before[key], gathered.whole)):

@@ -175,21 +175,21 @@ def _lines(
     )
 
 
+def _short_window(recorder: Recorder) -> str:
+    """Says of a short last window that Lightning divides its losses by the length of a full one; "" without any."""
+    num_batches = recorder.trainer.num_training_batches
+    full = recorder.trainer.accumulate_grad_batches
+    if recorder.run is not None or not isinstance(num_batches, int) or num_batches % full == 0:
+        return ""
+    return (
+        f" but for the last window of each epoch, which has {num_batches % full} of {full} micro-batches, so that its"
+        " gradients are too small"
+    )
+
+
 def _resting_on(first: StepResult, recorder: Recorder) -> str:
     """What an exact training rests on that was not compared."""
-    text = ""
-    trainer = recorder.trainer
-    num_batches = trainer.num_training_batches
-    is_divided = recorder.run is None and recorder.is_automatic  # by the length of a full window
-    if (
-        is_divided
-        and isinstance(num_batches, int)
-        and (short := num_batches % trainer.accumulate_grad_batches)
-    ):
-        text = (
-            f" but for the last window of each epoch, which has {short} of {trainer.accumulate_grad_batches}"
-            " micro-batches, so that its gradients are too small"
-        )
+    text = _short_window(recorder)
     if not recorder.is_automatic:
         text = " for each manual_backward by itself"
     if recorder.counting.doubt():
