@@ -273,10 +273,9 @@ class MicroBatches:
         backward = engine.backward
         if backward is None or not engine.reached:
             return
-        window = backward.window
         reached = engine.reduce(backward)
         if not backward.is_padding:
-            window.used |= reached
+            backward.window.used |= reached
         engine.keep(backward)
         with plain_access():
             if backward.ends:
@@ -284,14 +283,10 @@ class MicroBatches:
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
                 own = Position(trainer.current_epoch, batch, self.inputs.order, engine.unit_order)
-                totals = windows.finish(backward, own)
+                windows.finish(backward, own)
             if windows.on_backward is not None:
                 windows.on_backward(backward)
             windows.put_back(backward)
-        if backward.ends:
-            windows.close(window, totals)
-        engine.backward = None
-        engine.reached.clear()
 
     def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
         """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
@@ -366,5 +361,4 @@ class MicroBatches:
     def reset(self) -> None:
         """Drop open windows and the data of the current step: an exception was raised, or the run ends."""
         self.windows.reset()
-        self.engine.take_writes()  # of ranks that may have failed in different places
         self._step = _Step()

@@ -33,8 +33,8 @@ class Engine:
         reached: The parameters that the backward has given gradients, of those that are tracked; between backwards of
             the strategy, those that others have.
         tracked: The parameters for which :attr:`reached` is noted.
-        backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. Once it is set, an
-            exception puts back the older gradients that were set aside.
+        backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. The windows set it
+            where they set older gradients aside, which an exception puts back from then on.
         model: What to call the module's steps on.
         unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
             compared what they evaluated: equal where they have used the same.
@@ -164,7 +164,8 @@ class Engine:
         """
 
     def recover(self) -> None:
-        """Drop the state of an interrupted micro-batch."""
+        """Drop the state of an interrupted micro-batch, which ranks may have left in different places."""
+        self.written = 0.0
 
     def close(self) -> None:
         """Remove hooks from the model."""

@@ -313,13 +313,10 @@ class GradientWindows:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             GRAD.__set__(parameter, gradient)
 
-    def finish(self, backward: BackwardPass, own: Position) -> Tensor:
-        """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
+    def finish(self, backward: BackwardPass, own: Position) -> None:
+        """Make the gradients of ``backward.final`` those of the window's mean, without older ones, and end the window.
 
         A collective over the data-parallel group. ``own`` is where this rank ends the window.
-
-        Returns:
-            [3] the window's label tokens, sum of losses and micro-batches, over all ranks.
 
         Raises:
             RuntimeError: If ranks end the window in different positions, or this rank has run another number
@@ -345,14 +342,16 @@ class GradientWindows:
         if window.scale is not None:
             factor = factor / window.scale
         rescale_clip.scale_gradients_(backward.final, factor)
-        return totals
+        self._close(window, totals)
 
     def put_back(self, backward: BackwardPass) -> None:
-        """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
+        """End a backward: add final gradients to older ones, keep the others for their windows, put ``.grad`` back."""
         older = backward.older_gradients
         parts = list(map(GRAD.__get__, self.parameters))
         self._write_grads(older)
         self._kept = parts
+        self.engine.backward = None
+        self.engine.reached.clear()
         if not backward.ends:
             return
         for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
@@ -364,8 +363,11 @@ class GradientWindows:
             else:
                 before.add_(part)  # in place, as autograd accumulates: the user may hold this tensor
 
-    def close(self, window: Window, totals: Tensor) -> None:
-        """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""
+    def _close(self, window: Window, totals: Tensor) -> None:
+        """End a window, and report on the next step, so far.
+
+        ``totals`` [3] are its label tokens, sum of losses and micro-batches, over all ranks.
+        """
         del self.open_windows[window.key]
         if window.scale is not None:
             self.scaling.window_ended(window.optimizers, totals[0])
@@ -387,7 +389,6 @@ class GradientWindows:
             self._write_grads(self.engine.backward.older_gradients)
         try:
             self.reset()
-            self.engine.take_writes()  # of ranks that may have failed in different places
             self.engine.recover()
         except Exception as later:
             # A device that has failed raises in each later call: the first error is the cause.

@@ -416,7 +416,8 @@ class FSDP2Engine(PhasedEngine):
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
-        self.unit_order = 0  # ranks may have failed in different places
+        super().recover()
+        self.unit_order = 0
         self._forwards_left.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self.gathered.shards]
