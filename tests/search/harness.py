@@ -52,10 +52,6 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
             or any(write.startswith(("teacher_load@", "unit_load@")) for write in c.writes)
         )
     ),
-    # torch's anomaly mode looks for NaN by an operator that DTensors lack, before that.
-    r"_is_any_true.default does not have a sharding": lambda c: (
-        c.penalty == "full_tensor" and has(c, "detect_anomaly")
-    ),
     r"Selective activation checkpointing recomputes a block for one backward alone": lambda c: (
         has(c, "activation_checkpointing") and c.inner
     ),

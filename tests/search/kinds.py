@@ -148,7 +148,6 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "alias": None,
             "changed": None,
             "callbacks": dropped("callbacks", "finetuning", "swa"),
-            "trainer": dropped("trainer", "detect_anomaly"),
         },
     ),
     # It divides by a norm, which is zero where nothing is counted.
@@ -239,10 +238,11 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.changed and c.changed.startswith(("append", "replace"))
     ),
     r"must be finite and not negative, got -": lambda c: c.negative,
-    r"got other memory \(p.data = values\) while FSDP2 has gathered it": lambda c: c.writes,
     r"_foreach_.* got mixed torch.Tensor and DTensor": lambda c: c.writes and c.experts > 1,
     r"have gradients of a plain loss.backward\(\), which nobody averages": lambda c: (
-        c.engine == "ddp" and c.snippet and c.snippet.endswith(("with gradient", "backward to inputs"))
+        c.engine == "ddp"
+        and c.snippet
+        and c.snippet.endswith(("with gradient", "by backward", "backward to inputs"))
     ),
     r"torch.func.functional_call puts other tensors in the place": lambda c: c.functional == "made",
 }

@@ -39,8 +39,6 @@ def _window_ends(case: Case) -> tuple[int, ...]:
 _MAPPINGS = ("dict", "beside")
 _RULES: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: c.engine == "ddp" or (c.engine == "hsdp" and c.experts == 4), {"experts": 0}),
-    # It looks for NaN by an operator that DTensors lack.
-    (lambda c: c.experts, {"trainer": dropped("trainer", "detect_anomaly")}),
     (
         lambda c: c.manual is not None,
         {
@@ -86,8 +84,6 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: c.snippet == "states loaded", {"counter": None}),  # the reference loads no buffers of ranks
     (lambda c: c.counter is not None, {"more_batches": 0, "callbacks": dropped("callbacks", "ema")}),
     (lambda c: c.stops, {"hooks": dropped("hooks", "norm_after_backward", "norm_before_step")}),
-    # torch's anomaly mode looks for NaN in gradients by an operator that DTensors lack.
-    (lambda c: has(c, "detect_anomaly"), {"hooks": dropped("hooks", "penalty_before_step")}),
     # A checkpoint holds no gradients, so that those which are zero instead of None are None after resuming.
     (lambda c: c.stops, {"hooks": dropped("hooks", "zero_set_to_zero")}),
     # Nor where a stream without a state is.
