@@ -226,7 +226,8 @@ class MicroBatches:
         is_first_window_over = self._step.is_first and backward.ends
         report = windows.last_step
         if is_first_window_over and report is not None:
-            self.advice.say_once(self._looks.advice_after(report), warnings.warn)
+            advice = self._looks.advice_after(report, backward.window.num_micro_batches)
+            self.advice.say_once(advice, warnings.warn)
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:

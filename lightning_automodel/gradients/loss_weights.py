@@ -51,6 +51,8 @@ class FirstLooks:
         self.left = num_looks
         # By the kinds of their terms: what a loss divides by, and what was counted for it.
         self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
+        # By how much more than what is counted the newest loss is divided.
+        self._excess = 0.0
         # A term that is taken from all ranks, of this rank's losses.
         self._over_ranks: _Comparison | None = None
 
@@ -67,6 +69,9 @@ class FirstLooks:
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return ""
+        if terms and terms[0].kind in _REMEDIES and terms[0].factor != 0:
+            counted = 1.0 if self._weighting.loss_reduction == "sum" else number
+            self._excess = terms[0].divisor / terms[0].factor / counted
         kinds = tuple(term.kind for term in terms)
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):
@@ -78,11 +83,19 @@ class FirstLooks:
                 return text
         return ""
 
-    def advice_after(self, window: StepReport) -> str:
-        """What to tell of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not.
+    def advice_after(self, window: StepReport, num_own: int) -> str:
+        """What to tell of losses that are divided by their number, ``num_own`` on this rank in the first window.
 
-        ``window`` is the report on the first window, which is read.
+        Or of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not. ``window`` is the
+        report on that window, which is read.
         """
+        if num_own > 1 and math.isclose(self._excess, num_own, rel_tol=_ROUNDING):
+            unit = self._weighting.unit
+            return (
+                f"The loss of {self._name} is divided by {num_own} times the {unit}s of its micro-batch, and the window"
+                f" has {num_own} micro-batches. If that is a division by their number, leave it out: gradients are"
+                f" divided by all {unit}s of the window, and would be {num_own} times too small."
+            )
         if self._over_ranks is None:
             return ""
         own, _ = self._over_ranks.counts

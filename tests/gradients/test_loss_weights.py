@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.loss_graph import LossTerm, loss_terms
 from lightning_automodel.gradients.loss_weights import FirstLooks
-from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from tests.gradients.test_foreign_gradients import Batch, Net, Trains, plainly
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights, weight_error
@@ -135,6 +135,15 @@ def test_a_count_that_contradicts_the_loss_is_told(
     assert len(found) == (said is not None)
     if said is not None:
         assert said in found[0]
+
+
+@pytest.mark.parametrize(("num_own", "divisor", "is_told"), [(2, 2, True), (2, 1, False), (1, 1, False)])
+def test_a_division_by_the_micro_batches_is_told(num_own: int, divisor: int, is_told: bool) -> None:
+    looks = FirstLooks(LightningModule(), TokenWeighting(count_label_tokens=used))
+    told = [looks.advice(ce(labels) / divisor, used(labels), 1) for labels in (ONE, OTHER)]
+    report = StepReport(*[torch.tensor(7.0)] * 4)
+    told.append(looks.advice_after(report, num_own))
+    assert ["leave it out" in text for text in told] == [False, False, is_told]
 
 
 def test_only_the_first_micro_batches_are_looked_at() -> None:
