@@ -299,6 +299,12 @@ class Unit:
             param.sharded_state = type(param.sharded_state).SHARDED
         self.is_retained = True
 
+    def show_shards(self) -> None:
+        """Let modules show shards, where a forward has left parameters sharded over fewer ranks."""
+        for param in self.params:
+            if param.sharded_state.name == "SHARDED_POST_FORWARD":
+                param._setattr_on_modules(param.sharded_param)
+
     def show_gathered(self) -> None:
         """Let modules show gathered parameters, which are trainable as the shards are."""
         for group in self.groups:
@@ -341,10 +347,7 @@ class Unit:
         """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
         for param, shown_by_name, name in self._places:
             shown = shown_by_name.get(name)
-            if shown is param.unsharded_param or shown is param.sharded_param:
-                continue
-            # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
-            if not isinstance(shown, DTensor) or param.sharded_state.name != "SHARDED_POST_FORWARD":
+            if shown is not param.unsharded_param and shown is not param.sharded_param:
                 return True
         return False
 

@@ -83,12 +83,19 @@ def test_written_weights(pool2: RankPool, engine: str, case: str) -> None:
     assert_exact(pool2.run(writers.fit, ENGINES[engine], make, args), writers.fit_plainly(make, args))
 
 
-def test_tensor_parallel_layers(pool4: RankPool) -> None:
-    """Gathered copies are DTensors there."""
-    args = ("dino_update_momentum", "start")
-    expected = writers.fit_plainly(writers.TeachesInParallel, args)
-    options = {"tensor_parallel_size": 2, "reshard_during_accumulation": False}
-    assert_exact(pool4.run(writers.fit, options, writers.TeachesInParallel, args), expected)
+FOUR_RANKS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "parallel": ({"tensor_parallel_size": 2, **STRATEGIES["kept"]}, writers.TeachesInParallel, "start"),
+    "in pairs": ({"reshard_after_forward": 2, **STRATEGIES["resharded"]}, writers.Teaches, "end"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("options", "make", "place"), FOUR_RANKS.values(), ids=FOUR_RANKS)
+def test_four_ranks(pool4: RankPool, options: dict[str, Any], make: Any, place: str) -> None:
+    """Gathered copies are DTensors, or shards over two ranks are left by a forward."""
+    args = ("dino_update_momentum", place)
+    expected = writers.fit_plainly(make, args, num_ranks=4 // options.get("tensor_parallel_size", 1))
+    assert_exact(pool4.run(writers.fit, options, make, args), expected)
 
 
 class SavesInStep(writers.Writer):
