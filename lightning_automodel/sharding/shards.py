@@ -72,6 +72,11 @@ class Shard(DTensor):
     engine_ref: Any = None
     accepts_hooks: bool = False
 
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Not there, so that ``module.to(device)`` sets ``data``, in place of the parameter's whole content."""
+        raise AttributeError("__tensor_flatten__")
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and any(hasattr(other, "refuses_use") for other in types):
@@ -133,6 +138,8 @@ class Shard(DTensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         """The shard gets its part of them, in memory of its own, as does whoever swaps weights."""
+        if values is self:  # of a conversion that has changed nothing
+            return
         if values.shape != self.shape or values.dtype != self.dtype:
             raise RuntimeError(
                 f"{self.parameter_name} is sharded, of shape {tuple(self.shape)} and dtype {self.dtype}, and"

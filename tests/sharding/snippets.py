@@ -426,6 +426,7 @@ class Writes(Trained):
         self.weight.requires_grad_(False)
         self.weight.mul_(0.5)
         seen = self.weight.requires_grad
+        self.module.to(self.weight.device)
         self.weight.requires_grad_(True)
         return seen, self.weight.requires_grad
 
