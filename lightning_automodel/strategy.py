@@ -643,9 +643,15 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._take_module_back()
         if batch_idx == 0:
             self._required_run.patch_metrics_of_peers()
         self._required_run.inputs.begin_training_batch()
+
+    def _take_module_back(self) -> None:
+        """Let the module belong to this run's Trainer again: a hook may have let another one evaluate it."""
+        if self._module.trainer is not self._trainer:
+            self._module.trainer = self._trainer
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -768,6 +774,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._take_module_back()
         if self._module.trainer.state.fn == TrainerFn.VALIDATING:
             self._expect_barriers("run-stage")
         elif self._supervisor.watch is not None:

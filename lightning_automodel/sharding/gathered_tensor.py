@@ -116,9 +116,18 @@ class _GatheredPart(GatheredTensor, DTensor):
 
 
 def make_gathered(param: fsdp2.FSDPParam, engine: Engine) -> Any:
-    """Give what FSDP2 gathers of a shard, which stays the same object, its class, and what users have set on it."""
+    """Give what FSDP2 gathers of a shard, which stays the same object, its class, and what users have set on it.
+
+    Raises RuntimeError if another run has done that, and has not ended.
+    """
     gathered = param.unsharded_param
     shard = param.sharded_param
+    if isinstance(gathered, GatheredTensor):
+        raise RuntimeError(
+            f"{shard.parameter_name} is trained by another Trainer, whose run has not ended. Let that one evaluate"
+            " (validation_step and val_dataloaders), call Trainer(devices=1) in the hook, or evaluate after"
+            " trainer.fit."
+        )
     own = vars(type(shard))
     vars(gathered).update({name: value for name, value in vars(shard).items() if name not in own})
     gathered.shard = shard

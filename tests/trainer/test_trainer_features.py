@@ -263,6 +263,10 @@ class Evaluates(ModelModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.model(batch["input_ids"])
 
+    def on_train_start(self) -> None:
+        """Let another Trainer evaluate the module, as a callback may."""
+        runs.make_trainer("auto", devices=1, limit_predict_batches=1).predict(self, runs.loader())
+
     def on_validation_epoch_end(self) -> None:
         """Call the model outside of every step, as one that prints a sample does."""
         self.sampled = self.model(micro_batches(runs.CASE)[0][0]["input_ids"].to(self.device))
