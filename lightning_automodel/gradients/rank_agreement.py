@@ -48,8 +48,8 @@ DIFFERENT_WRITES = (
 )
 """What ranks must do that have written other values."""
 
-_SAMPLED = 4096
-"""Entries of what is written to a parameter by which ranks compare it."""
+_NUM_SUMS = 4093
+"""Sums of what is written to a parameter by which ranks compare it: a prime, which no width of a matrix divides."""
 TINY = 1e-30
 """In place of zero, which has no logarithm."""
 HUGE = 1e300
@@ -66,8 +66,13 @@ _EPSILON = 1e-13
 
 @torch.no_grad()
 def fingerprint(values: Tensor) -> Tensor:
-    """[] a number of some entries of a tensor, by their values and places, which rounding hardly moves."""
-    entries = values.flatten()[:: max(1, values.numel() // _SAMPLED)].to(wide_dtype(values.device))
+    """[] a number of all entries of a tensor, by their values and places, which rounding hardly moves."""
+    flat = values.flatten()
+    num_sums = min(_NUM_SUMS, max(1, len(flat)))
+    num_rows = len(flat) // num_sums
+    entries = flat[: num_rows * num_sums].view(num_rows, num_sums).sum(0, dtype=wide_dtype(values.device))
+    rest = flat[num_rows * num_sums :]
+    entries[: len(rest)] += rest
     entries = entries.nan_to_num(nan=2.0, posinf=3.0, neginf=-3.0)  # NaN is equal to nothing
     places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
     norm = entries.norm().clamp(min=TINY)

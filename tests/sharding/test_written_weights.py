@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Rows
 from torch.distributed.tensor import distribute_tensor
 
+from lightning_automodel.gradients.rank_agreement import fingerprint
 from lightning_automodel.sharding.replaced import Replaced
 from lightning_automodel.sharding.shards import Shard, make_shard
 from tests.rank_pool import RankError, RankPool
@@ -234,6 +235,13 @@ def test_what_would_be_lost_is_refused(pool2: RankPool, every: bool) -> None:
     for messages in pool2.run(_refused, every, timeout_s=200):
         for (sentence, *case), message in messages.items():
             assert sentence in message, case
+
+
+@pytest.mark.parametrize("row", [0, 1, 16383])
+def test_each_row_tells_ranks_apart(row: int) -> None:
+    values = torch.ones(16384, 8)
+    values[row] = 2
+    assert abs(fingerprint(values) - fingerprint(torch.ones(16384, 8))) > 1e-4
 
 
 # --- Past the module --------------------------------------------------------------------------------------------------
