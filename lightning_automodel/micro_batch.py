@@ -252,6 +252,8 @@ class MicroBatches:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
         if self._looks.left or self._step.is_first:
             self.advice.about_half_precision(loss)
+            if self.context is not None:
+                self.advice.say_once(self.context.about_padding(loss), warnings.warn)
             if aux_loss is None:
                 # On whatever rank sees it: another one may count as much in each micro-batch.
                 self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)

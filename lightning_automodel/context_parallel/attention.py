@@ -156,9 +156,18 @@ def current() -> Slices | None:
 
 
 def whole(part: Tensor, slices: Slices) -> Tensor:
-    """[..., 2 c, d] of each rank to [..., w * 2 c, d] in the order of the sequence. A collective over the group."""
+    """[..., 2 c, d] of each rank to [..., w * 2 c, d] in the order of the sequence. A collective over the group.
+
+    Raises RuntimeError if the part has another length.
+    """
     if slices.group is None:
         return part
+    if part.shape[-2] != 2 * slices.chunk:
+        raise RuntimeError(
+            f"Attention of {part.shape[-2]} positions, where this rank's slice of the batch has {2 * slices.chunk}:"
+            " pass all of batch['input_ids'] to the model. To predict the next token, pass label_shift=1, and take"
+            " batch['shift_labels'] in place of ids[:, 1:]."
+        )
     chunks = _Gather.apply(part, slices.group).unflatten(-2, (2, slices.chunk))  # [w, ..., 2, c, d]
     first, second = chunks.unbind(-3)
     return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)

@@ -34,6 +34,7 @@ class SequenceSlices:
         self.chunks = rank, self._num_chunks - 1 - rank
         self._adds_mask = adds_mask
         labels = dict.fromkeys((options.label_key, SHIFTED_LABELS), options.ignore_index)
+        self.ignore_index = options.ignore_index
         self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, **labels}
 
     def describe(self, batch: Any, group: dist.ProcessGroup | None) -> Slices:
@@ -87,8 +88,12 @@ class SequenceSlices:
         """
         ids = self._ids(batch)
         completed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        if batch.get(_POSITIONS) is None:
-            completed[_POSITIONS] = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+        positions = batch.get(_POSITIONS)
+        if positions is None:
+            positions = torch.arange(ids.shape[-1], device=ids.device)
+        if positions.numel() == ids.shape[-1]:  # the same in all rows
+            positions = positions.reshape(-1).expand(ids.shape)
+        completed[_POSITIONS] = positions
         if self._adds_mask and batch.get(_MASK) is None:
             completed[_MASK] = torch.ones_like(ids)
         key = self._options.label_key

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel.context_parallel import attention
@@ -16,6 +17,7 @@ from lightning_automodel.context_parallel.check import FirstStepCheck
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
 from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.gradients.loss_graph import averaged_parts
 from lightning_automodel.gradients.token_loss import has_count
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
@@ -77,6 +79,26 @@ class ContextParallelSteps:
                 " count_label_tokens=<function of the slice> to count something else; it is compared with"
                 " the whole batch."
             )
+
+    def about_padding(self, loss: Tensor) -> str:
+        """What to tell of a ``loss`` [] that holds a mean over padding of the newest slice; else empty.
+
+        Reads the device.
+        """
+        slices = self._newest
+        assert slices is not None
+        if int(slices.own_positions(loss.device).max()) < slices.length:
+            return ""
+        num_positions = math.prod(slices.shape)
+        for part in averaged_parts(loss):
+            if part.kind == "numbers" and part.divisor % num_positions == 0:
+                return (
+                    f"The loss holds a mean over the {num_positions} positions of a slice, some of which are padding:"
+                    f" sequences of {slices.length} positions were padded, for slices of equal length. Multiply by a"
+                    f" mask (labels != {self.slices.ignore_index}) and divide by its sum, or let the collate function"
+                    f" pad to a multiple of {2 * self.group.size()}."
+                )
+        return ""
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

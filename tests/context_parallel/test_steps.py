@@ -30,7 +30,7 @@ from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, full_weights, weight_error
 from tests.trainer.plain import fill, plain_weights, sgd
 from tests.trainer.refusals import Refused, check_refused
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, make_trainer, warnings_of
 
 PLAN = {
     **{f"blocks.*.{name}": ColwiseParallel() for name in ("query", "key", "value")},
@@ -221,7 +221,7 @@ def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
     batch = {"input_ids": ids, "labels": labels}
     if run.padded:
         real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
-        positions = torch.arange(length).expand(num_rows, -1)
+        batch["position_ids"] = positions = torch.arange(length)[None]
         batch["attention_mask"] = (
             positions >= length - real if rng.random() < 0.5 else positions < real
         ).long()
@@ -372,6 +372,13 @@ class WithinSlice(DecoderModule):
         return self.model.head(F.scaled_dot_product_attention(states, states, states)).mean()
 
 
+class ShiftsBefore(DecoderModule):
+    """Leaves the last position of its slice out, as of a whole sequence."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.model({key: tensor[:, :-1] for key, tensor in batch.items()}).mean()
+
+
 class ShiftsItself(DecoderModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         return F.cross_entropy(self.model(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -408,6 +415,7 @@ def refused(
 
 REFUSED = {
     "torch's own attention": refused("0 calls of attention crossed the 2 context-parallel", WithinSlice),
+    "shifted before the model": refused("take batch['shift_labels'] in place of ids[:, 1:]", ShiftsBefore),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
     "dataloader_iter": refused("a mapping with input_ids [b, s], got _DataFetcherWrapper", DrawsItself),
     "counted by a function of the whole": refused(
@@ -426,6 +434,23 @@ REFUSED = {
         batches=lambda: [{"input_ids": IDS + dist.get_rank(), "labels": IDS}],
     ),
 }
+
+
+class Regresses(DecoderModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return F.mse_loss(self.model(batch)[..., 0], batch["labels"].double())
+
+
+def _told_of_padding(length: int) -> int:
+    ids = torch.ones(1, length, dtype=torch.long)
+    data = DataLoader([{"input_ids": ids, "labels": ids}], batch_size=None)
+    trainer = make_trainer(AutomodelStrategy(context_parallel_size=2))
+    return len(warnings_of("some of which are padding", trainer.fit, Regresses(Run()), data))
+
+
+@pytest.mark.parametrize(("length", "told"), [(3, [1, 0]), (4, [0, 0])])
+def test_a_mean_over_padding_is_told(pool2: RankPool, length: int, told: list[int]) -> None:
+    assert pool2.run(_told_of_padding, length) == told
 
 
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
