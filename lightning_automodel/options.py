@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.distributed.process_group import parse_timeout
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
 _FSDP2_ONLY = (
     "data_parallel_replicate_size",
@@ -183,6 +184,18 @@ class StrategyOptions:
     def is_sharded(self) -> bool:
         """Whether the engine is FSDP2."""
         return self.data_parallel == "fsdp2"
+
+    def weighting(self) -> TokenWeighting:
+        """How losses are counted and weighed."""
+        count = count_samples if self.count == "samples" else self.count_label_tokens
+        return TokenWeighting(
+            self.per_token_loss,
+            self.loss_reduction,
+            self.label_key,
+            self.ignore_index,
+            self.label_shift,
+            count,
+        )
 
     def sizes(self, given: bool = False) -> dict[str, Any]:
         """Sizes of the mesh, by keyword; only those that differ from their defaults if ``given``."""

@@ -1,6 +1,7 @@
 """What trains, evaluates and saves in one run of the Trainer, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_automodel.distributed.collectives import Gathers, gather_objects
 from lightning_automodel.distributed_module import DistributedModule, RunConfig
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
-from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
+from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.window_records import optimizer_parameters
 from lightning_automodel.gradients.windows import GradientWindows
@@ -192,17 +193,11 @@ class TrainingRun:
         return gather_objects(value, self._placement.host_group)
 
     def _make_weighting(self) -> TokenWeighting:
-        options = self._options
+        weighting = self._options.weighting()
+        if self._context is None or weighting.label_shift == 0:
+            return weighting
         # Labels are shifted before they are sliced.
-        is_shifted = self._context is not None and options.label_shift > 0
-        return TokenWeighting(
-            per_token_loss=options.per_token_loss,
-            loss_reduction=options.loss_reduction,
-            label_key=SHIFTED_LABELS if is_shifted else options.label_key,
-            ignore_index=options.ignore_index,
-            label_shift=0 if is_shifted else options.label_shift,
-            count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
-        )
+        return replace(weighting, label_key=SHIFTED_LABELS, label_shift=0)
 
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""

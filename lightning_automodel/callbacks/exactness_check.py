@@ -28,8 +28,9 @@ from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Re
 from lightning_automodel.callbacks.exactness.replay import Replay
 from lightning_automodel.callbacks.exactness.report import WRONG, StepResult, conclude
 from lightning_automodel.callbacks.running_strategy import run_of
-from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.options import StrategyOptions
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class ExactnessCheck(Callback):
         label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
-        ValueError: If ``steps`` is not positive; at the start of a fit, if a counting option is given beside
-            ``AutomodelStrategy``.
+        ValueError: If ``steps`` is not positive, or a counting option is not valid; at the start of a fit, if one
+            is given beside ``AutomodelStrategy``.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
@@ -84,13 +85,18 @@ class ExactnessCheck(Callback):
         ignore_index: int = -100,
         label_shift: int = 0,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
-        if count == "samples":
-            count_label_tokens = count_samples
-        given = TokenWeighting(
-            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"ExactnessCheck: steps must be an integer of at least 1, got {steps}.")
+        options = StrategyOptions(
+            per_token_loss=per_token_loss,
+            loss_reduction=loss_reduction,
+            label_key=label_key,
+            ignore_index=ignore_index,
+            label_shift=label_shift,
+            count_label_tokens=count_label_tokens,
+            count=count,
         )
+        given = options.weighting()
         self._given = given if count or given != TokenWeighting() else None
         self._num_steps = steps
         self._patches = PatchStack()

@@ -69,9 +69,8 @@ class FirstLooks:
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return ""
-        if terms and terms[0].kind in _REMEDIES and terms[0].factor != 0:
-            counted = 1.0 if self._weighting.loss_reduction == "sum" else number
-            self._excess = terms[0].divisor / terms[0].factor / counted
+        if terms and terms[0].factor != 0:
+            self._excess = terms[0].divisor / terms[0].factor / number
         kinds = tuple(term.kind for term in terms)
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):

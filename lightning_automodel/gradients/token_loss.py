@@ -251,11 +251,15 @@ def check_range(count: float, source: str = "the number of label tokens") -> Non
 def count_samples(batch: Any) -> int:
     """Rows of a batch: the first dimension of its tensors, which must agree in it.
 
-    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest: 1 if these are all.
+    Scalars may stand beside the rest, and so may tensors [1, ...] beside others of two or more dimensions: 1 if these
+    are all.
     """
     tensors = tensors_in(batch)
+    is_one = all(tensor.size(0) == 1 for tensor in tensors if tensor.ndim > 1)
     sizes = [
-        tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)
+        tensor.size(0)
+        for tensor in tensors
+        if tensor.ndim and (is_one or tensor.ndim == 1 or tensor.size(0) != 1)
     ]
     if len(set(sizes)) > 1 or not tensors:
         if tensors:

@@ -81,6 +81,10 @@ _MIXED = (
     "A tensor-parallel parameter is a DTensor within a step, too. Where it meets other tensors, as in a penalty on"
     " weights, take p.full_tensor() of it."
 )
+_ARRAY = (
+    "An array of .numpy() shares memory with parameters that FSDP2 has gathered, and could not free any more: take that"
+    " of a copy (p.detach().clone().numpy()), or of a shard, in a hook."
+)
 _COMPILED = (
     "A function that is compiled with fullgraph=True was given shards, as by torchao's optimizers of 8 and 4 bits, and"
     " torch.compile leaves shards to Python. Leave fullgraph=True out, or pass data_parallel='ddp'."
@@ -89,7 +93,7 @@ _DUAL_NUMBERS = (
     "Dual numbers (torch.autograd.forward_ad) entered an FSDP unit, whose hooks have no rule for them. Call"
     " torch.func.jvp, or pass data_parallel='ddp'."
 )
-_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST, _MIXED)
+_ONLY_SHARDED = (_FREED, _SPARSE, _OUT_OF_MEMORY, _WITHOUT_AUTOCAST, _MIXED, _ARRAY)
 _EXPLANATIONS = {
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
@@ -105,6 +109,7 @@ _EXPLANATIONS = {
     "out of memory. Tried to allocate": _OUT_OF_MEMORY,
     "to have the same dtype, but got": _WITHOUT_AUTOCAST,
     "got mixed torch.Tensor and DTensor": _MIXED,
+    "storage that is not resizable": _ARRAY,
     "of class `Shard`": _COMPILED,
     "but the jvp is not returning a view": _DUAL_NUMBERS,
 }

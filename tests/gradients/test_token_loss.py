@@ -85,6 +85,7 @@ NOT_SAMPLES: dict[str, tuple[Any, str]] = {
         (torch.ones(9), torch.ones(2), torch.ones(2)),
         "first dimensions of 9, 2",
     ),
+    "one image of several labels": ((IMAGES[:1], ROWS), "first dimensions of 1, 4"),
     "one row beside more": ((torch.ones(1), IMAGES), "first dimensions of 1, 4"),
     "no tensors": (["a text", "another"], "(a list) has no tensors"),
 }

@@ -202,6 +202,8 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         *("64-true", ["kept", "offloaded"]),
         INITIALISED,
     ),
+    # Its memory could not be freed.
+    "An array of .numpy() shares memory": ("64-true", ["kept"], ["array"]),
     # What is written to a copy in bfloat16 would be rounded.
     "where FSDP2 has gathered it in torch.bfloat16, which rounds what is written": (
         *("bf16-mixed", ["kept"]),
@@ -210,7 +212,8 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
     # The recipe: shards are written in their own dtype. A step that only reads `.data` is not refused either.
     "nothing was refused": ("bf16-mixed", ["kept"], ["clamped-batch_start", "reads"]),
 }
-MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, "held": (writers.WritesHeld, ())}
+READ: dict[str, Any] = {"array": (writers.WritesHead, ("read as an array", "start"))}
+MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, **READ, "held": (writers.WritesHeld, ())}
 
 
 def _refused(every: bool) -> dict[tuple[str, str, str], str]:

@@ -188,6 +188,7 @@ WAYS: dict[str, Callable[[nn.Linear], Any]] = {
     # These raise no version counter of what has been gathered.
     "slice": lambda head: head.weight[1:].data.clamp_(-0.01, 0.01),
     "function": lambda head: torch.narrow(head.weight, 0, 1, 2).data.mul_(0.9),
+    "read as an array": lambda head: head.weight.detach().numpy().mean(),
     "array": lambda head: np.add(head.weight.detach().numpy(), 0.1, out=head.weight.detach().numpy()),
 }
 
