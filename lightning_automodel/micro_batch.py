@@ -58,7 +58,7 @@ class _Step:
     batch: Any = None
     # Whether it is a padding batch, which has no label tokens.
     is_padding: bool = False
-    # Whether it began in the first window of this run, also of a run that was resumed: all is looked at closer.
+    # Whether it began in the first window of this run, also of a run that was resumed: slower checks run.
     is_first: bool = False
     # What the step has returned, under automatic optimization, until its backward.
     output: Any = None
@@ -355,7 +355,7 @@ class MicroBatches:
         self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN or SAM, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:
-        """Zero gradients as Lightning does, which has not if it skipped the window's first batch (None)."""
+        """Zero gradients, which Lightning does in a window's first backward, unless that batch was skipped (None)."""
         trainer = self.module.trainer
         index = trainer.fit_loop.epoch_loop.batch_idx
         if index % trainer.accumulate_grad_batches:

@@ -9,7 +9,7 @@ state                  meaning                                                 f
 ``_supervisor``        starts and ends ranks together; knows of failures       creation, for good
 ``_layer_sync``        of ``Trainer(sync_batchnorm=True)``, else None          the Trainer's creation, for good
 ``_mesh``              the ranks and their groups                              ``setup_environment``, the next one
-``_barriers``          names of the barriers that Lightning has called         ``setup_environment``, the next one
+``_barriers``          names of the barriers that this rank has reached        ``setup_environment``, the next one
 ``_setup_block``       ``first_rank_setup``                                    "pre_setup", "post_setup"
 ``_trainer``           whose run it is                                         ``setup``, ``teardown``
 ``_patches``           on the Trainer, its callbacks and the module            "pre_setup", ``teardown``
@@ -460,7 +460,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.close()
         if self._supervisor.has_failed:
             return
-        collectives.Gathers.check()
+        collectives.gathers.check()
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup":
             self._prepare_setup_hooks()
@@ -670,7 +670,10 @@ class AutomodelStrategy(ParallelStrategy):
         return output
 
     def _begin_step(self, training_step: int | None) -> bool:
-        """Whether all ranks stop after this step, which has a number in training."""
+        """Raise what a save in the background has raised, and return whether all ranks stop after this step.
+
+        It has a number in training.
+        """
         self._saver.poll()
         watch = self._supervisor.watch
         return watch is not None and watch.begin_step(training_step)
@@ -730,7 +733,7 @@ class AutomodelStrategy(ParallelStrategy):
             lightning_internals.tell_sigterm(self._module.trainer)
 
     def _stop_before_validation(self) -> None:
-        """Stop, if all ranks do: Lightning would stop within the validation, and a resumed run repeats it."""
+        """Stop, if all ranks do: Lightning would stop inside the validation, which a resumed run would then repeat."""
         trainer = self._module.trainer
         if trainer.received_sigterm and self._resume is not None:
             trainer.training = True  # Lightning saves, and leaves, as after a training step
@@ -820,7 +823,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.on_validation_end()
 
     def _begin_evaluation(self) -> bool:
-        """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
+        """Begin a step of evaluation, and return whether all ranks stop after it: within a fit they do not."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             if self._supervisor.watch is not None:
                 self._supervisor.watch.made_progress = True
@@ -849,14 +852,14 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
+        collectives.gathers.check()
         tensor = collectives.full(tensor)
-        num_averaged = None
-        collectives.Gathers.check()
-        if self._run is not None and group is None:  # a group of the user's may lack some ranks
-            self._run.inputs.note_reduction()
+        inputs = None if self._run is None else self._run.inputs
+        if inputs is not None and group is None:  # a group of the user's may lack some ranks
+            inputs.note_reduction()
         group = group or self._mesh.group
-        if self._run is not None and collectives.is_mean(reduce_op):
-            inputs = self._run.inputs
+        num_averaged = None
+        if inputs is not None and collectives.is_mean(reduce_op):
             # With padding batches alone their mean is taken, by which a loss without weight may be divided.
             num_averaged = inputs.num_with_data(group) or group.size()
             if inputs.is_filler and num_averaged < group.size():
@@ -895,7 +898,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        collectives.Gathers.check()
+        collectives.gathers.check()
         return collectives.broadcast_object(obj, src)
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -955,7 +958,7 @@ class AutomodelStrategy(ParallelStrategy):
         """
         if self._supervisor.is_alone:
             return False
-        collectives.Gathers.check()
+        collectives.gathers.check()
         timeout = self._options.parsed_timeout
         # All ranks come to the save before the job is requeued, but may not to another one at a stop.
         if self._supervisor.has_failed and not self._requeues:

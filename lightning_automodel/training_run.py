@@ -20,7 +20,7 @@ from lightning_automodel.data.metrics import synchronise_over
 from lightning_automodel.data.samplers import share_own_samplers
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
-from lightning_automodel.distributed.collectives import Gathers, gather_objects
+from lightning_automodel.distributed.collectives import gather_objects, gathers
 from lightning_automodel.distributed_module import DistributedModule, RunConfig
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
@@ -147,7 +147,7 @@ class TrainingRun:
         loaders = LoaderProcessing(trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once)
         inputs = UnevenInputs(trainer, host_group, ahead)
         lightning_internals.patch_samplers(trainer, share_own_samplers, self.patches)
-        self.patches.set(Gathers, "check", inputs.check_communication)
+        self.patches.set(gathers, "check", inputs.check_communication)
         return loaders, inputs
 
     def _watch_logging(self, fitting: bool) -> None:

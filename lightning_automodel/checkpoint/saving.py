@@ -61,9 +61,9 @@ class CheckpointSaver:
     3. completes the checkpoint in the run's form, and makes a place for it,
     4. writes it, at once or in the background.
 
-    While training goes on, the newest save is ``_unfinished``, from ``save`` to ``finish``: links to it and removals
-    of older ones wait until it is on disk. Else they run at once. After a save that was given up (``_keeps_older``)
-    they are dropped: nothing takes the place of older checkpoints.
+    While training goes on, ``_unfinished`` is the newest save, until ``finish``. Links to it, and removals of older
+    checkpoints, wait until it is on disk; else they run at once. After a save that was given up (``_keeps_older``) they
+    are dropped: nothing takes the place of older checkpoints.
 
     The ``options`` are the strategy's.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_automodel.distributed.collectives import Gathers, gather_objects
+from lightning_automodel.distributed.collectives import gather_objects, gathers
 from lightning_automodel.internals.metrics import sync_lists_by
 from lightning_automodel.internals.patching import PatchStack
 
@@ -37,7 +37,7 @@ class _Gather:
 
     def __call__(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """What each rank has: tensors, or objects with the lists of one metric."""
-        Gathers.check()
+        gathers.check()
         group = group or self._with_other_data
         if isinstance(value, Tensor):
             return gather_all_tensors(value, group)

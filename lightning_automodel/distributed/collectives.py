@@ -104,25 +104,31 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Gathers:
-    """What user code gathers from shards: how often so far, what now; and what raises where it must not communicate.
+    """What user code gathers from shards. Any thread may read it.
 
-    Any thread may read it.
+    Attributes:
+        count: How often, so far.
+        current: What is gathered now, or could not be, and what for.
+        check: Raises where user code must not communicate.
     """
 
-    count = 0
-    current: str | None = None
-    check: Callable[[], None] = staticmethod(lambda: None)
+    def __init__(self) -> None:
+        self.count = 0
+        self.current: str | None = None
+        self.check: Callable[[], None] = lambda: None
+
+
+gathers = Gathers()
 
 
 @contextmanager
 def gathering(name: str, function: str) -> Iterator[None]:
     """Context of a gather of a sharded tensor by user code, which every rank of its mesh must reach."""
-    Gathers.check()
-    Gathers.count += 1
-    before = Gathers.current
-    Gathers.current = f"{name} for {function}"
+    gathers.check()
+    gathers.count += 1
+    gathers.current = f"{name} for {function}"
     yield
-    Gathers.current = before  # not after an exception: what could not be gathered is told
+    gathers.current = None  # not after an exception: what could not be gathered is told
 
 
 def disagreement(own: dict[Any, str], group: dist.ProcessGroup | None = None) -> str:

@@ -6,7 +6,7 @@ import threading
 import traceback
 from types import FrameType
 
-from lightning_automodel.distributed.collectives import Gathers
+from lightning_automodel.distributed.collectives import gathers
 
 WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
 COLLECTIVE = (
@@ -41,7 +41,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     own = [entry for entry in stack[:below] if not any(part in entry[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])
     position = ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
-    gather = Gathers.current
+    gather = gathers.current
     if gather is not None and any(GATHERS in entry[0] for entry in stack):
         position += (
             f", which gathers {gather}: make all ranks call it, outside of `if trainer.is_global_zero`"

@@ -34,10 +34,10 @@ class Engine:
             the strategy, those that others have.
         tracked: The parameters for which :attr:`reached` is noted.
         backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. The windows set it
-            where they set older gradients aside, which an exception puts back from then on.
+            when they set older gradients aside; from then on an exception must put these back.
         model: What to call the module's steps on.
-        unit_order: A hash of the units that this rank has gathered and reduced, in their order, since ranks have
-            compared what they evaluated: equal where they have used the same.
+        unit_order: A hash of the sequence of units that this rank has gathered and reduced since ranks compared
+            evaluations; equal on ranks that used the same.
         written: [] a number of which sharded parameters and gradients this rank has written, and with which tensors and
             numbers: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
@@ -142,9 +142,9 @@ class Engine:
         """A step's forward has ended, and hooks follow that must find shards, before its backward."""
 
     def end_step(self) -> None:
-        """A step has ended, and no backward follows but hooks, whose forwards leave nothing gathered.
+        """A step without a backward has ended. Shards must show before hooks run.
 
-        Of gathered parameters in the module a hook would find no gradients, or those of an open window.
+        Gathered parameters would show no gradients, or those of an open window.
         """
 
     def release(self) -> None:

@@ -128,10 +128,10 @@ class OptimizerSteps:
                     " optimizer_step='shards'."
                 )
         self.whole.begin(optimizer)
-        self._gathers_before = collectives.Gathers.count
+        self._gathers_before = collectives.gathers.count
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        num_gathers = collectives.Gathers.count - self._gathers_before
+        num_gathers = collectives.gathers.count - self._gathers_before
         if num_gathers:
             self._say_once(
                 f"{type(optimizer).__name__} looks at whole tensors: its step took {num_gathers} of them"

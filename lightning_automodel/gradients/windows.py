@@ -5,8 +5,8 @@ where training is                   ``.grad`` holds            gradients of open
                                                                                                         backward
 ==================================  =========================  =======================================  ==============
 no window is open                   what its user left there   -                                        is noted
-in a backward of the strategy       those of open windows      there, and in FSDP2; what stood there    is a part
-                                                               is set aside                             of it
+in a backward of the strategy       those of open windows      there, and in FSDP2; what stood there    joins it
+                                                               is set aside
 a window is open, no backward runs  what stood there before    kept here, and in FSDP2                  is refused
 a window's last backward returns    the sum of both, final     those of other open windows: kept here   is refused
 ==================================  =========================  =======================================  ==============
@@ -76,8 +76,8 @@ class GradientWindows:
         toggled: The optimizer whose window the next backwards belong to; None: the window of all optimizers.
         open_windows: By toggled optimizer.
         last_step: The report on the last step; once a window has ended, on the next step as far as it is known.
-        last_loss: [] the mean loss of the last window, of several that a step may be made of; None in the first one of
-            this run, which may have got ``last_step`` from a checkpoint.
+        last_loss: [] the mean loss of the last window (a step may consist of several); None in the first one of this
+            run, which may have got ``last_step`` from a checkpoint.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
         agreement: Sums up what ranks have in a window, and compares where they end it.

@@ -88,7 +88,7 @@ class Resharding(NamedTuple):
 
     reshard_after_backward: bool
     post_forward_mesh_info: Any
-    """The mesh over which they are sharded after a forward; None keeps them gathered."""
+    """The mesh to reshard to after a forward; None: stay gathered."""
 
 
 Flags = TypeVar("Flags", Reductions, Resharding)
@@ -188,7 +188,9 @@ def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter
     in_one_dtype = not ACCUMULATES_IN_LEAF and any(
         param.unsharded_accumulated_grad is not None for param in group.fsdp_params
     )
-    for param in group.fsdp_params if in_one_dtype or frozen else ():
+    if not (in_one_dtype or frozen):
+        return
+    for param in group.fsdp_params:
         shard = param.sharded_param
         is_needed = in_one_dtype if shard.requires_grad else shard in frozen
         if is_needed and not _is_unreduced(param):
@@ -237,10 +239,11 @@ def watch_unit(
             if forwards_left[group] > 0:
                 group.reduce_grads = False
         sent = []
-        for number, param in enumerate(group.fsdp_params if group.reduce_grads else ()):
-            gets_zeros = group.reduce_scatter_unused_params and param.unsharded_param.requires_grad
-            if gets_zeros or _is_unreduced(param):
-                sent.append(number)
+        if group.reduce_grads:
+            for number, param in enumerate(group.fsdp_params):
+                gets_zeros = group.reduce_scatter_unused_params and param.unsharded_param.requires_grad
+                if gets_zeros or _is_unreduced(param):
+                    sent.append(number)
         if sent:
             note(*sent)
         if torch.is_grad_enabled():  # within a backward: autograd records what it computes

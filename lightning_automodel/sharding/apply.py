@@ -107,7 +107,9 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     parameters = model.named_parameters(remove_duplicate=False)
     before = {name: dict(vars(parameter)) for name, parameter in parameters if vars(parameter)}
     yield
-    for name, parameter in model.named_parameters(remove_duplicate=False) if before else ():
+    if not before:
+        return
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(before.get(name, {}))
 
 

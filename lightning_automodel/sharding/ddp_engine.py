@@ -106,9 +106,10 @@ class DDPEngine(Engine):
                 " leave it out."
             )
         self._padding_hooks.close()  # if an exception has left some
-        for parameter in self.tracked if backward.is_padding else ():
-            if parameter.requires_grad:
-                self._padding_hooks.callback(parameter.register_hook(_without_entries).remove)
+        if backward.is_padding:
+            for parameter in self.tracked:
+                if parameter.requires_grad:
+                    self._padding_hooks.callback(parameter.register_hook(_without_entries).remove)
         if self._is_manual and self.ends_window:
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel.distributed.collectives import Gathers
+from lightning_automodel.distributed.collectives import gathers
 from lightning_automodel.distributed.mesh import Placement, num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
@@ -364,7 +364,7 @@ class FSDP2Engine(PhasedEngine):
     def _note(self, index: int, *reduced: int) -> None:
         """Note what begins: a unit's all-gather, or the reduction of some of its parameters; or that a step ends."""
         if self.phase is Phase.HOOKS:
-            Gathers.check()
+            gathers.check()
         elif self._leader is not None:
             if reduced:
                 raise RuntimeError(_BACKWARD_ALONE)

@@ -67,7 +67,7 @@ class PhasedEngine(Engine):
     """An engine that is in a phase.
 
     Attributes:
-        phase: What runs. At set-up nothing has been switched off yet, as in a step.
+        phase: What runs; STEP at set-up, since no flag was changed yet.
         calls: By FSDP2's group, how often a step has called its unit with gradients.
     """
 
@@ -179,8 +179,8 @@ class GatheredUnit(fsdp2.Unit):
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what is gathered of them."""
-        for shard in self.written:
-            raise RuntimeError(f"{shard.parameter_name} {WRITTEN_TWICE}")
+        if written := self.written:
+            raise RuntimeError(f"{written[0].parameter_name} {WRITTEN_TWICE}")
 
     def written_since_forward(self) -> list[Any]:
         """The shards that were written after the newest forward, whose backward comes next.
@@ -328,7 +328,9 @@ class GatheredUnits:
             if unit.is_retained and not unit.show_retained():
                 freed.add(unit)
         self.written = []
-        for unit in self.units if freed or is_written else ():
+        if not (freed or is_written):
+            return
+        for unit in self.units:
             written = unit.written_since_forward()
             self.written += written
             if unit in freed or (written and unit.is_gathered):

@@ -152,7 +152,7 @@ def reduced(call: Call) -> Any:
 
     Or ``torch._foreach_norm(tensors)``, as ``torch.nn.utils.clip_grad_norm_`` asks for them.
     """
-    # torch passes on what its caller has left out.
+    # torch also passes defaults.
     given = {name: value for name, value in call.kwargs.items() if value is not None and value is not False}
     order = [*call.args[1:], *given.values()]
     is_sum = call.name == "sum"

@@ -286,7 +286,7 @@ def _gathered(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _grad(call: Call) -> Any:
-    """``torch.autograd.grad`` by shards, and by the gathered copies that the graph has in their place.
+    """``torch.autograd.grad`` with respect to shards, and to the gathered parameters that the graph has in their place.
 
     What a rank's loss computes of both is added up: a collective, as penalties on shards are.
     """

@@ -63,6 +63,8 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if is_optim_step:
                 fsdp2.zero_missing_gradients(group)
         yield
-        for root in fsdp_roots(model) if is_optim_step else ():
+        if not is_optim_step:
+            return
+        for root in fsdp_roots(model):
             units = fsdp2.fsdp_units(cast(nn.Module, root))
             fsdp2.reduce_deferred_gradients(root, fsdp2.groups_of(units))

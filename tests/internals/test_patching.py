@@ -18,7 +18,7 @@ NO_INSTANCES = {
     # Of this package.
     "self.run.windows",
     "run.windows",
-    "Gathers",
+    "gathers",
 }
 """Not patched instances of others: modules (`test_nothing_replaced.py` looks at those of a fit), and our own."""
 

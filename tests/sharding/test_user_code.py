@@ -350,17 +350,17 @@ def _gathers_of_facts() -> dict[str, int]:
     found = {}
     net = module._trained(module.optimizer)
     for name, fact in FACTS.items():
-        before = collectives.Gathers.count
+        before = collectives.gathers.count
         fact(net)
-        found[name] = collectives.Gathers.count - before
+        found[name] = collectives.gathers.count - before
     for name, reduce in REDUCED.items():
         with CommDebugMode() as communicated:
             reduce(net.weight.detach())
         counts = communicated.get_comm_counts().items()
         found[name] = sum(count for operator, count in counts if "all_gather" in str(operator))
-    before = collectives.Gathers.count
+    before = collectives.gathers.count
     net.weight.sort()
-    found["a gather"] = collectives.Gathers.count - before
+    found["a gather"] = collectives.gathers.count - before
     return found
 
 
