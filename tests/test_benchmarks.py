@@ -204,15 +204,6 @@ def test_all_rails_of_two_nodes_meet() -> None:
     assert found == {(0, 2), (1, 3), (0, 4), (1, 5), (2, 4), (3, 5)}
 
 
-def test_a_log_that_was_torn_is_read() -> None:
-    """A killed process may leave half a line; a rank is named far above the last lines."""
-    import first_hour as script
-
-    text = "rank 7 on node3 was killed\n" + "a stack\n" * 1000 + '{"step": 3}\n{"losses": [1.0, '
-    assert script.said_in(text) == {"step": 3}
-    assert script.names_in(text) == ["rank 7 on node3"]
-
-
 def test_the_plan_follows_the_run() -> None:
     """What the run has chosen for "auto" is planned, with a model of a device that this machine need not have."""
     import first_hour as script

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import lightning_automodel
+from lightning_automodel.sharding.checks import _EXPLANATIONS
 
 PACKAGE = Path(lightning_automodel.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
@@ -48,25 +49,10 @@ NOT_MESSAGES = {
     "one rank reduces nothing": "in describe()",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
-    "FSDP does not support deepcopy": "torch's own message, which ours explains",
-    "'fsdp::chunk_cat' with arguments from the 'Sparse": "torch's own message, which ours explains",
-    "reshape is not implemented for sparse tensors": "torch's own message, which ours explains",
-    "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",
-    "Can't pickle <class 'torch.distributed.fsdp.": "pickle's own message, which ours explains",
-    "FSDP expects uniform original parameter dtype": "torch's own message, which ours explains",
-    "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
-    "out of memory": "torch's own message, which ours explains",
-    "out of bounds for storage of size 0": "torch's own message, which ours explains",
-    "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
     "<…, which a shard has replaced>": "how it is printed",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
     "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
-    "but its data is not allocated yet": "torch's own message, which ours replaces",
-    "only allowed to backward once on any region computed under selective": "torch's own message, which ours explains",
-    "undefined, but still allreduced by DDP": "torch's own message, which ours explains",
-    "but the jvp is not returning a view": "torch's own message, which ours explains",
-    "to have the same dtype, but got": "torch's own message, which ours explains",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
@@ -127,7 +113,11 @@ def messages() -> dict[str, str]:
         name = str(path.relative_to(PACKAGE))
         if name not in NOT_MESSAGES:
             found.update({text: f"{name}:{line}" for text, line in texts(ast.parse(path.read_text()))})
-    return {text: place for text, place in found.items() if text.partition(". ")[0] not in NOT_MESSAGES}
+    return {
+        text: place
+        for text, place in found.items()
+        if text not in _EXPLANATIONS and text.partition(". ")[0] not in NOT_MESSAGES
+    }
 
 
 def entries() -> dict[str, int]:

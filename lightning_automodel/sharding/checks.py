@@ -82,8 +82,8 @@ _MIXED = (
     " weights, take p.full_tensor() of it."
 )
 _ARRAY = (
-    "An array of .numpy() shares memory with parameters that FSDP2 has gathered, and could not free any more: take that"
-    " of a copy (p.detach().clone().numpy()), or of a shard, in a hook."
+    "An array of .numpy() shares memory with parameters that FSDP2 has gathered, and that it must free: call .numpy()"
+    " on a copy (p.detach().clone().numpy()), or in a hook, on a shard."
 )
 _COMPILED = (
     "A function that is compiled with fullgraph=True was given shards, as by torchao's optimizers of 8 and 4 bits, and"
