@@ -69,7 +69,7 @@ class FirstLooks:
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return ""
-        if terms and terms[0].factor != 0:
+        if terms and terms[0].factor:
             self._excess = terms[0].divisor / terms[0].factor / number
         kinds = tuple(term.kind for term in terms)
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
@@ -89,11 +89,10 @@ class FirstLooks:
         report on that window, which is read.
         """
         if num_own > 1 and math.isclose(self._excess, num_own, rel_tol=_ROUNDING):
-            unit = self._weighting.unit
             return (
-                f"The loss of {self._name} is divided by {num_own} times the {unit}s of its micro-batch, and the window"
-                f" has {num_own} micro-batches. If that is a division by their number, leave it out: gradients are"
-                f" divided by all {unit}s of the window, and would be {num_own} times too small."
+                f"The loss of {self._name} is divided by {num_own} times the {self._weighting.unit}s of its"
+                f" micro-batch, and the window has {num_own} micro-batches. If that is a division by their number,"
+                f" leave it out: gradients are divided by the sum of all counts of the window, and would be too small."
             )
         if self._over_ranks is None:
             return ""

@@ -68,10 +68,9 @@ _EPSILON = 1e-13
 def fingerprint(values: Tensor) -> Tensor:
     """[] a number of all entries of a tensor, by their values and places, which rounding hardly moves."""
     flat = values.flatten()
-    num_sums = min(_NUM_SUMS, max(1, len(flat)))
-    num_rows = len(flat) // num_sums
-    entries = flat[: num_rows * num_sums].view(num_rows, num_sums).sum(0, dtype=wide_dtype(values.device))
-    rest = flat[num_rows * num_sums :]
+    num_sums = min(_NUM_SUMS, len(flat) or 1)
+    rows, rest = flat.tensor_split([len(flat) // num_sums * num_sums])
+    entries = rows.view(-1, num_sums).sum(0, dtype=wide_dtype(values.device))
     entries[: len(rest)] += rest
     entries = entries.nan_to_num(nan=2.0, posinf=3.0, neginf=-3.0)  # NaN is equal to nothing
     places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)

@@ -255,15 +255,13 @@ def count_samples(batch: Any) -> int:
     are all.
     """
     tensors = tensors_in(batch)
-    is_one = all(tensor.size(0) == 1 for tensor in tensors if tensor.ndim > 1)
-    sizes = [
-        tensor.size(0)
-        for tensor in tensors
-        if tensor.ndim and (is_one or tensor.ndim == 1 or tensor.size(0) != 1)
-    ]
-    if len(set(sizes)) > 1 or not tensors:
+    sizes = {tensor.size(0) for tensor in tensors if tensor.ndim > 1}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    sizes |= {tensor.size(0) for tensor in tensors if tensor.ndim == 1}
+    if len(sizes) > 1 or not tensors:
         if tensors:
-            found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}"
+            found = f"first dimensions of {', '.join(map(str, sorted(sizes)))}"
         else:
             found = "no tensors"
         raise ValueError(
@@ -271,7 +269,7 @@ def count_samples(batch: Any) -> int:
             f" ({_kind_and_keys(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
             " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
-    return sizes[0] if sizes else 1
+    return sizes.pop() if sizes else 1
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

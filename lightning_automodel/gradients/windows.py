@@ -178,9 +178,8 @@ class GradientWindows:
 
         Reads the device.
         """
-        number = (
-            torch.zeros((), dtype=wide_dtype(self.device), device=self.device) + self.engine.take_writes()
-        )
+        dtype = wide_dtype(self.device)
+        number = torch.as_tensor(self.engine.take_writes(), dtype=dtype, device=self.device)
         if self.divisor > 1 and not self.agreement.has_written_alike(number):
             raise RuntimeError(DIFFERENT_WRITES)
 

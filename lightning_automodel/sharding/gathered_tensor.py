@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, REQUIRES_GRAD
+from lightning_automodel.internals.dtensor import DATA, GRAD, REQUIRES_GRAD, plain_access
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.whole_copies import own_part
 
@@ -111,8 +111,25 @@ class _Gathered(GatheredTensor, nn.Parameter):
     """A whole parameter."""
 
 
-class _GatheredPart(GatheredTensor, DTensor):
-    """This rank's part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
+class _Part(DTensor):
+    """This rank's part of a whole tensor within a step, of which numbers such as ``p.norm()`` are those of the whole.
+
+    ``item()`` of a bare ``DTensor`` gives what this rank has of a sum.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plain_access():
+            result = function(*args, **(kwargs or {}))
+            if result.__class__ is DTensor and result.ndim == 0:
+                return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
+            if result.__class__ is DTensor and not result.requires_grad:
+                result.__class__ = _Part
+        return result
+
+
+class _GatheredPart(GatheredTensor, _Part):
+    """The part of a parameter that tensor parallelism, or the exchange of experts, shards too."""
 
 
 def make_gathered(param: fsdp2.FSDPParam, engine: Engine) -> Any:

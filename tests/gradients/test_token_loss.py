@@ -80,10 +80,10 @@ def test_samples(batch: Any, count: int) -> None:
 
 
 NOT_SAMPLES: dict[str, tuple[Any, str]] = {
-    "graphs": (Molecules(torch.ones(9, 5), ROWS), "(a Molecules) has first dimensions of 9, 4"),
+    "graphs": (Molecules(torch.ones(9, 5), ROWS), "(a Molecules) has first dimensions of 4, 9"),
     "lengths beside one sequence of all": (
         (torch.ones(9), torch.ones(2), torch.ones(2)),
-        "first dimensions of 9, 2",
+        "first dimensions of 2, 9",
     ),
     "one image of several labels": ((IMAGES[:1], ROWS), "first dimensions of 1, 4"),
     "one row beside more": ((torch.ones(1), IMAGES), "first dimensions of 1, 4"),

@@ -211,6 +211,11 @@ class CountsSamples(TensorParallelModule):
         self.late.update(value)
         self.trainer.datamodule.sum.update(value)
         self.log("logged", self.logged)
+        weight = next(p for p in self.parameters() if isinstance(p, DTensor))
+        whole = weight.full_tensor()
+        with torch.enable_grad():
+            numbers = float(weight.norm()), weight.detach().abs().max().item()
+        assert numbers == pytest.approx((float(whole.norm()), float(whole.abs().max())))
 
     def on_validation_epoch_start(self) -> None:
         self.late = SumMetric()

@@ -202,7 +202,6 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         *("64-true", ["kept", "offloaded"]),
         INITIALISED,
     ),
-    # Its memory could not be freed.
     "An array of .numpy() shares memory": ("64-true", ["kept"], ["array"]),
     # What is written to a copy in bfloat16 would be rounded.
     "where FSDP2 has gathered it in torch.bfloat16, which rounds what is written": (
