@@ -38,8 +38,8 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the sequence of units that this rank has gathered and reduced since ranks compared
             evaluations; equal on ranks that used the same.
-        written: [] a number of which sharded parameters and gradients this rank has written, and with which tensors and
-            numbers: the same on ranks that have written alike.
+        write_digest: [] a number of which sharded parameters and gradients this rank has written, and with which
+            tensors and numbers: the same on ranks that have written alike.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -54,7 +54,7 @@ class Engine:
         self.group = group
         self.backward: BackwardPass | None = None
         self.reached = Reached()
-        self.written: Tensor | float = 0.0
+        self.write_digest: Tensor | float = 0.0
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
@@ -67,7 +67,7 @@ class Engine:
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
 
-    def compare_write(self, what: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
+    def add_to_write_digest(self, what: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
         """Note ``what`` this rank writes, and with which values, to be compared where the next window ends.
 
         Each rank holds a part of a parameter and its gradient, so that all must write alike.
@@ -82,12 +82,12 @@ class Engine:
             values = values + fingerprint(tensor)
         # The same values, written to another parameter, give another number.
         weight = 1.0 + zlib.crc32(what.encode()) / 2**32
-        self.written = self.written + weight * values
+        self.write_digest = self.write_digest + weight * values
 
-    def take_writes(self) -> Tensor | float:
+    def take_write_digest(self) -> Tensor | float:
         """[] the number of what this rank has written since it was last taken."""
-        number = self.written
-        self.written = 0.0
+        number = self.write_digest
+        self.write_digest = 0.0
         return number
 
     @contextmanager
@@ -165,7 +165,7 @@ class Engine:
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch, which ranks may have left in different places."""
-        self.written = 0.0
+        self.write_digest = 0.0
 
     def close(self) -> None:
         """Remove hooks from the model."""

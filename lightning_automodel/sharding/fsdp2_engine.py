@@ -316,7 +316,7 @@ class FSDP2Engine(PhasedEngine):
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
                 " is gathered during all of training_step."
             )
-        for shard in self.gathered.written:
+        for shard in self.gathered.written_before_backward:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
         self._forwards_left.clear()

@@ -254,7 +254,7 @@ class GatheredUnits:
     Attributes:
         units: Each with its gathered parameters.
         shards: The parameters of all units.
-        written: The shards that were written between a forward and the backward that runs.
+        written_before_backward: The shards that were written between a forward and the backward that runs.
 
     Args:
         modules: The FSDP units, each once.
@@ -268,7 +268,7 @@ class GatheredUnits:
         self.units = [GatheredUnit(module, engine) for module in modules]
         self.shards = [param.sharded_param for unit in self.units for param in unit.params]
         self.whole_step = [unit for unit in self.units if stays(unit.module)]
-        self.written: list[Any] = []
+        self.written_before_backward: list[Any] = []
         self._num_comparisons_left = _NUM_COMPARISONS
         self._versions_at_start: list[int] = []  # of the shards, before the step's forwards
 
@@ -316,8 +316,8 @@ class GatheredUnits:
     def show_for_backward(self) -> None:
         """Show retained parameters again. What hooks have freed or written is gathered anew: a collective if so.
 
-        The backward computes with the weights of now, as if FSDP2 gathered them for it; :attr:`written` has the shards
-        that it must not reach.
+        The backward computes with the weights of now, as if FSDP2 gathered them for it; it must not reach
+        :attr:`written_before_backward`.
         """
         self.settle()
         is_written = versions(self.shards) != self._versions_at_start
@@ -327,12 +327,12 @@ class GatheredUnits:
         for unit in self.units:
             if unit.is_retained and not unit.show_retained():
                 freed.add(unit)
-        self.written = []
+        self.written_before_backward = []
         if not (freed or is_written):
             return
         for unit in self.units:
             written = unit.written_since_forward()
-            self.written += written
+            self.written_before_backward += written
             if unit in freed or (written and unit.is_gathered):
                 unit.free()
                 unit.note_shards()

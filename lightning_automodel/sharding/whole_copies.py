@@ -83,16 +83,19 @@ class Call:
 
     @property
     def counts_writes(self) -> bool:
-        """Whether it counts what it writes: not a collective, nor an operator of another library.
+        """Whether it counts what it writes: not a collective, nor an operator of another library."""
+        return not self._home.startswith((_COLLECTIVES, _OPERATORS))
 
-        Raises RuntimeError for a collective that would go on writing afterwards.
-        """
-        home = str(getattr(self.function, "__module__", None))
-        if home == _COLLECTIVES and any(value is True for value in self.values):
+    def check_is_synchronous(self) -> None:
+        """Raise RuntimeError for a collective that would go on writing afterwards."""
+        if self._home == _COLLECTIVES and any(value is True for value in self.values):
             raise RuntimeError(
                 f"{self.name} on sharded tensors with async_op=True, whose result would be lost: leave that out."
             )
-        return not home.startswith((_COLLECTIVES, _OPERATORS))
+
+    @property
+    def _home(self) -> str:
+        return str(getattr(self.function, "__module__", None))
 
 
 # --- Communication --------------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ def note_write(shards: Sequence[Any], function: str, values: Sequence[Any]) -> N
         return
     tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor | View)]
     what = " ".join([function, *map(name_of, shards)])
-    engine.compare_write(what, tensors, [v for v in values if isinstance(v, int | float)])
+    engine.add_to_write_digest(what, tensors, [v for v in values if isinstance(v, int | float)])
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------
@@ -311,6 +314,7 @@ def _refuse_derivatives(shard: Tensor) -> None:
 
 def on_wholes(call: Call) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
+    call.check_is_synchronous()
     is_written = any(isinstance(target, DTensor | View) for target in call.written())
     # Functions of torch.nn.init write under no_grad themselves.
     writes_without_gradient = getattr(call.function, "__module__", None) == nn.init.__name__
