@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
-from lightning_automodel.sharding.units import outermost
+from lightning_automodel.sharding.units import is_a, outermost
 
 MAX_SHARD_SIZE = "5GB"
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
@@ -115,7 +115,7 @@ def check_export(
 
 def _chosen(module: nn.Module, prefix: str | None) -> Any:
     """The model to export; CheckpointError if there is none, or no prefix that chooses one of several."""
-    found = outermost([module], lambda child: _is_a(child, "PreTrainedModel", "PeftModel"))
+    found = outermost([module], lambda child: is_a(child, "PreTrainedModel", "PeftModel"))
     names = {child: without_wrappers(name) for name, child in module.named_modules()}
     models = [(names[model], model) for model in found]
     chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
@@ -127,11 +127,6 @@ def _chosen(module: nn.Module, prefix: str | None) -> Any:
         " prefix (--key on the command line, prefix= in Python). from_pretrained reads no other; for torch.load,"
         " save a checkpoint and run `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
     )
-
-
-def _is_a(model: nn.Module, *names: str) -> bool:
-    """Whether a model is of a class of transformers or PEFT, which are not imported here."""
-    return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
 def _check(model: Any, adapter_only: bool) -> None:
@@ -150,7 +145,7 @@ def _check(model: Any, adapter_only: bool) -> None:
             "PEFT computes the parameters of prompt tuning when it saves them, on one rank: use"
             " data_parallel='ddp', and call the model's save_pretrained on rank 0"
         )
-    if _is_a(model, "PeftModel"):
+    if is_a(model, "PeftModel"):
         return
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "distributed_config", None):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import not_compiled
-from lightning_automodel.sharding.units import outermost
+from lightning_automodel.sharding.units import is_a, outermost
 
 NAME = "context_parallel"
 """Name under which both functions below are registered: transformers looks attention and masks up by one name."""
@@ -39,11 +39,7 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> bool:
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
     """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
-
-    def is_of_hugging_face(submodule: nn.Module) -> bool:
-        return any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
-
-    return outermost([module], is_of_hugging_face)
+    return outermost([module], lambda submodule: is_a(submodule, "PreTrainedModel"))
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_automodel.context_parallel.attention import Slices
+from lightning_automodel.gradients.token_loss import kind_and_keys
 from lightning_automodel.options import StrategyOptions
 
 SHIFTED_LABELS = "shift_labels"
@@ -56,10 +57,9 @@ class SequenceSlices:
     def _ids(self, batch: Any) -> Tensor:
         """[b, s] ``input_ids`` of a batch, which must be a mapping with them."""
         if not (isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor)):
-            got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
-                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a"
-                f" mapping with input_ids [b, s], got {got}: return {{'input_ids': [b, s],"
+                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping"
+                f" with input_ids [b, s], got {kind_and_keys(batch)}: return {{'input_ids': [b, s],"
                 f" {self._options.label_key!r}: [b, s]}} from the collate function."
             )
         ids: Tensor = batch[_IDS]

@@ -55,10 +55,11 @@ class ContextParallelSteps:
         self._newest = self.slices.describe(batch, self.group)
         sliced = self.slices.slice(batch)
         self.whole = batch
-        if is_first:
-            check_same_batch(batch, self.group, "context-parallel")
+        if not is_first:
+            return sliced
+        check_same_batch(batch, self.group, "context-parallel")
         count = self._count_label_tokens
-        if is_first and count is not None:
+        if count is not None:
             of_whole = float(count(self.slices.complete(batch)))
             counts = gather_objects(float(count(sliced)), self.group)
             if not math.isclose(sum(counts), of_whole, rel_tol=1e-6):

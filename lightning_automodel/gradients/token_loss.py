@@ -83,7 +83,7 @@ class TokenWeighting:
             return self._count_labels(batch[self.label_key])
         raise MissingCountError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
-            f" batch is {_kind_and_keys(batch)}; label_key is {self.label_key!r}). If each row is one sample, as for a"
+            f" batch is {kind_and_keys(batch)}; label_key is {self.label_key!r}). If each row is one sample, as for a"
             " classifier or a GAN, pass AutomodelStrategy(count='samples'); with class weights return their sum over"
             " the labels as num_label_tokens instead. Give it in one of three ways: return {'loss': loss,"
             f" 'num_label_tokens': n}} from {step} (manual optimization: self.manual_backward(loss,"
@@ -184,7 +184,7 @@ class TokenWeighting:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
-                f" {'None' if output is None else _kind_and_keys(output)}: return {{'loss': loss,"
+                f" {'None' if output is None else kind_and_keys(output)}: return {{'loss': loss,"
                 f" 'num_label_tokens': n}}, or the scalar loss alone where AutomodelStrategy counts label"
                 " tokens."
             )
@@ -211,7 +211,8 @@ def has_count(output: Any) -> bool:
     return isinstance(output, Mapping) and "num_label_tokens" in output
 
 
-def _kind_and_keys(value: Any) -> str:
+def kind_and_keys(value: Any) -> str:
+    """For messages: the class of a value, and the keys of a mapping."""
     text = f"a {type(value).__name__}"
     if isinstance(value, Mapping):
         text += f" with the keys {sorted(map(str, value))}"
@@ -266,7 +267,7 @@ def count_samples(batch: Any) -> int:
             found = "no tensors"
         raise ValueError(
             "count='samples' counts the rows that all tensors of a batch have in common, and this one"
-            f" ({_kind_and_keys(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
+            f" ({kind_and_keys(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
             " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
     return sizes.pop() if sizes else 1

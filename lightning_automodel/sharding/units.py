@@ -228,6 +228,11 @@ def class_name(module: nn.Module) -> str:
     return next(cls.__name__ for cls in type(uncompiled(module)).__mro__ if not issubclass(cls, FSDPModule))
 
 
+def is_a(module: nn.Module, *names: str) -> bool:
+    """Whether ``module`` is of a class with one of these names, whose library is not imported for it."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
 def described(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
     """For messages: where ``modules`` are in ``model``, and their classes."""
     names = {module: name for name, module in model.named_modules()}

@@ -83,8 +83,8 @@ def test_what_is_sliced() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ([torch.zeros(2, 4)], "got list"),
-        ({"tokens": torch.zeros(2, 4)}, "got \\['tokens'\\]"),
+        ([torch.zeros(2, 4)], "got a list"),
+        ({"tokens": torch.zeros(2, 4)}, "got a dict with the keys \\['tokens'\\]"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, "input_ids have 4 positions"),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, "has the shape \\[\\]"),
         (
