@@ -119,6 +119,8 @@ class _Part(DTensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(other, "fsdp_param") for other in types):
+            return NotImplemented  # the rules of a shard that it is used with hold
         with plain_access():
             result = function(*args, **(kwargs or {}))
             if result.__class__ is DTensor and result.ndim == 0:
