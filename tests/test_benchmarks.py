@@ -204,6 +204,26 @@ def test_all_rails_of_two_nodes_meet() -> None:
     assert found == {(0, 2), (1, 3), (0, 4), (1, 5), (2, 4), (3, 5)}
 
 
+def test_a_log_that_was_torn_is_read() -> None:
+    """A killed process may leave half a line; a rank is named far above the last lines."""
+    import first_hour as script
+
+    text = "rank 7 on node3 was killed\n" + "a stack\n" * 1000 + '{"step": 3}\n{"losses": [1.0, '
+    assert script.said_in(text) == {"step": 3}
+    assert script.names_in(text) == ["rank 7 on node3"]
+
+
+def test_losses_that_are_no_numbers_are_far_off() -> None:
+    import first_hour as script
+
+    nan = float("nan")
+    right = {"losses": [2.0, 1.0], "norms": [3.0, 4.0]}
+    assert script.how_far_off("losses", {"losses": [2.0, 1.1]}, right) == pytest.approx(0.1)
+    assert script.how_far_off("norms", {"norms": [3.0, 4.5]}, right) == pytest.approx(0.1)
+    for key in right:
+        assert script.how_far_off(key, {key: [1.0, nan]}, right) == float("inf")
+
+
 def test_the_plan_follows_the_run() -> None:
     """What the run has chosen for "auto" is planned, with a model of a device that this machine need not have."""
     import first_hour as script

@@ -417,7 +417,7 @@ REFUSED = {
     "torch's own attention": refused("0 calls of attention crossed the 2 context-parallel", WithinSlice),
     "shifted before the model": refused("take batch['shift_labels'] in place of ids[:, 1:]", ShiftsBefore),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
-    "dataloader_iter": refused("a mapping with input_ids [b, s], got a _DataFetcher", DrawsItself),
+    "dataloader_iter": refused("a mapping with input_ids [b, s], got a _DataFetcherWrapper", DrawsItself),
     "counted by a function of the whole": refused(
         "count_label_tokens counts 7, 7 on the 2 ranks that share a batch, and 7 in the whole batch",
         batches=lambda: [TWO],
