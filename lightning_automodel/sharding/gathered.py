@@ -159,7 +159,8 @@ class GatheredUnit(fsdp2.Unit):
     @torch_internals.not_compiled
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
         """After FSDP2's own hook, too."""
-        self.show_shards()
+        if not self.is_gathered:
+            self.show_shards()
         while self.forwards:
             own, contents = self.forwards.pop()
             if own is args:  # else that one has raised
