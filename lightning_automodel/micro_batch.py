@@ -76,10 +76,8 @@ class MicroBatches:
         buffers: What ranks take from the first one where a window begins; None if nothing.
         windows: The open accumulation windows, to which each backward adds.
         context: Slices batches under context parallelism; else None.
-        inputs: Knows whether a batch is a padding batch.
-        ahead: Counts windows before their first forward; None without ``count_window_ahead``.
+        inputs: Knows whether a batch is a padding batch, and with ``count_window_ahead`` what its window counts.
         advice: Says what the first micro-batches show.
-        weighting: How losses are counted and weighed.
     """
 
     def __init__(
@@ -99,9 +97,7 @@ class MicroBatches:
         self.windows = windows
         self.context = context
         self.inputs = inputs
-        self.ahead = inputs.ahead
         self.advice = advice
-        self.weighting = windows.weighting
         # Checkpointed blocks compute their attention again in the backward.
         self._recomputing: Callable[[], AbstractContextManager[None]] = (
             nullcontext if context is None else context.backward
@@ -110,7 +106,7 @@ class MicroBatches:
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
         self._looks = FirstLooks(module, windows.weighting)
         self._backward_hooks = BackwardHooks(
-            module, windows.divisor, self.ahead is not None, advice.say_once
+            module, windows.divisor, inputs.ahead is not None, advice.say_once
         )
         # The step whose backwards run.
         self._step = _Step()
@@ -153,8 +149,8 @@ class MicroBatches:
             self.engine.track({p for p in windows.parameters if p.requires_grad})
         if windows.mesh.tensor_group is not None:
             check_same_batch(batch, windows.mesh.tensor_group, "tensor-parallel")
-        if self.ahead is not None and not self._step.is_padding:
-            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
+        if self.inputs.ahead is not None and not self._step.is_padding:
+            windows.weighting.check_counted_ahead(batch, None, self.inputs.ahead.count, reads_device=True)
 
     def sliced(
         self, args: tuple[Any, ...], step: str
@@ -244,12 +240,12 @@ class MicroBatches:
         windows = self.windows
         # S, n: the loss becomes the sum of its token losses.
         count, divided_by, aux_loss = self._take_count(kwargs)
-        token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
+        token_losses = windows.weighting.objective(loss, count, divided_by, aux_loss)
         sums = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
         # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
-            token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
+            token_losses = windows.weighting.objective(plugin_loss, count, divided_by, aux_loss)
         if self._looks.left or self._step.is_first:
             self.advice.about_half_precision(loss)
             if self.context is not None:
@@ -258,7 +254,9 @@ class MicroBatches:
                 # On whatever rank sees it: another one may count as much in each micro-batch.
                 self.advice.say_once(self._looks.advice(loss, count, divided_by), warnings.warn)
         windows.check_foreign()  # a hook may have run a backward, too
-        window = windows.open(count, divided_by, None if self.ahead is None else self.ahead.totals())
+        window = windows.open(
+            count, divided_by, None if self.inputs.ahead is None else self.inputs.ahead.totals()
+        )
         objective = windows.weigh(window, token_losses, aux_loss)
         if self._step.is_padding:
             return window, objective * 0
@@ -296,6 +294,8 @@ class MicroBatches:
 
         Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
         """
+        weighting = self.windows.weighting
+        ahead = self.inputs.ahead
         is_padding = self._step.is_padding
         output = self._step.output
         self._step.output = None
@@ -303,27 +303,25 @@ class MicroBatches:
         aux_loss = None
         if output is not None:
             divided_by = self.module.trainer.accumulate_grad_batches
-            aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
+            aux_loss = weighting.aux_loss(output, ahead is not None)
             if self._looks.left:
-                self.advice.about_count(self.module, self.weighting, output)
+                self.advice.about_count(self.module, weighting, output)
         else:
             kwargs.pop("optimizer", None)
             if "num_label_tokens" in kwargs:
                 output = {"num_label_tokens": kwargs.pop("num_label_tokens")}
-            elif self.weighting.per_token_loss and not is_padding:
+            elif weighting.per_token_loss and not is_padding:
                 self._check_not_counted_before()
         if is_padding:
             return 0, divided_by, aux_loss
         is_first = self._step.is_first
-        if self.ahead is not None:
+        if ahead is not None:
             if has_count(output):
-                self.weighting.check_counted_ahead(
-                    self._step.batch, output, self.ahead.count, reads_device=is_first
-                )
-            return self.ahead.count, divided_by, aux_loss
+                weighting.check_counted_ahead(self._step.batch, output, ahead.count, reads_device=is_first)
+            return ahead.count, divided_by, aux_loss
         if self.context is not None:
             self.context.check_count(output)
-        count = self.weighting.count(self._step.batch, output)
+        count = weighting.count(self._step.batch, output)
         if isinstance(count, Tensor) and is_first:
             check_range(count.item())
         return count, divided_by, aux_loss
@@ -339,13 +337,14 @@ class MicroBatches:
         counted = self._step.counted
         before = counted.get(key)
         counted[key] = resets
-        counts_samples = self.weighting.unit == "sample"
+        unit = self.windows.weighting.unit
+        counts_samples = unit == "sample"
         # Of several optimizers each may train on all samples, as in a GAN.
         if before is None or (counts_samples and before != resets and len(self.windows.optimizers) > 1):
             return
         text = (
             "manual_backward is called again for the same batch, and each loss weighs by all"
-            f" {self.weighting.unit}s of that batch. For the loss of a chunk, give the chunk's count:"
+            f" {unit}s of that batch. For the loss of a chunk, give the chunk's count:"
             " self.manual_backward(loss, num_label_tokens=n)."
         )
         if before == resets and not counts_samples:

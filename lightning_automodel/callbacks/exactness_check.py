@@ -108,6 +108,7 @@ class ExactnessCheck(Callback):
         self.report = ""
         self.results: list[StepResult] = []
         self._seconds = 0.0
+        self._recorder: Any = None  # of a fit, until its verdict
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -170,11 +171,12 @@ class ExactnessCheck(Callback):
     @override
     def on_exception(self, *_: Any) -> None:
         self._patches.restore()
+        self._recorder = None
 
     def _finish(self, trainer: pl.Trainer, reason: str = "") -> None:
         self._patches.restore()
         self.verdict, self.report = conclude(self.results, self._recorder, self._seconds, reason)
-        del self._recorder  # with batches, gradients and weights on the host
+        self._recorder = None  # with batches, gradients and weights on the host
         if trainer.is_global_zero:
             log.warning(self.report)  # its user has asked for it, and many silence what is below
         if self._raises and self.verdict == WRONG:

@@ -174,8 +174,8 @@ class CheckpointSaver:
         else:
             if self.is_sharded:
                 checkpoint = whole(checkpoint, keep=group_rank() == 0)
-            save = self._file_saver(storage_options)
-            write = single_file.prepare_file(checkpoint, target, save, in_background)
+            save_file = self._file_saver(storage_options)
+            write = single_file.prepare_file(checkpoint, target, save_file, in_background)
         if in_background:
             if group is not None:
                 # Collectives of two threads must not mix in one group.
@@ -196,11 +196,11 @@ class CheckpointSaver:
         Not a collective: if rank 0 fails to link or to remove, the others learn of it as of any failure. One
         save at a time: two would need host memory for two copies, and could finish in the wrong order.
         """
-        save = self._unfinished
+        unfinished = self._unfinished
         self._unfinished = None
-        if save is not None:
-            save.writing.result()  # if it raises, the older checkpoint stays the newest
-            for action in save.actions:
+        if unfinished is not None:
+            unfinished.writing.result()  # if it raises, the older checkpoint stays the newest
+            for action in unfinished.actions:
                 _link_or_remove(action)
 
     def _check_edits(self, checkpoint: dict[str, Any], target: str, group: dist.ProcessGroup | None) -> None:

@@ -46,13 +46,14 @@ from typing_extensions import override
 from lightning_automodel.distributed.collectives import gathers
 from lightning_automodel.distributed.mesh import Placement, num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.rank_agreement import DIFFERENT_UNITS
 from lightning_automodel.gradients.window_records import BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.fsdp2_setup import FSDP2Settings, set_prefetch
-from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnits, Phase, PhasedEngine
+from lightning_automodel.sharding.gathered import WRITTEN_BEFORE_BACKWARD, GatheredUnits, Phase
 from lightning_automodel.sharding.gathered_tensor import SECOND_DERIVATIVE
 from lightning_automodel.sharding.shards import Shard
 from lightning_automodel.sharding.tensor_parallel import refuse_second_derivatives, share_random_state
@@ -94,7 +95,7 @@ NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatt
 _SHOW_SHARDS = (Phase.HOOKS, Phase.BEFORE_BACKWARD)
 
 
-class FSDP2Engine(PhasedEngine):
+class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
     Reductions happen inside the strategy's own backwards. Any other backward, such as
@@ -110,7 +111,8 @@ class FSDP2Engine(PhasedEngine):
 
     Attributes:
         gathered: The FSDP units of the module, each with its gathered parameters.
-        phase: The code that runs now.
+        phase: The code that runs now, which decides what FSDP2 frees.
+        calls: By FSDP2's group, how often a step has called its unit with gradients.
 
     Args:
         module: Sharded by FSDP2, with parameters that are :class:`Shard`.
@@ -121,7 +123,8 @@ class FSDP2Engine(PhasedEngine):
     def __init__(self, module: nn.Module, placement: Placement, settings: FSDP2Settings) -> None:
         mesh = placement.mesh
         super().__init__(mesh.group if mesh.sizes.divisor > 1 else None)
-        self.calls = Counter()
+        self.phase = Phase.STEP  # as no flag was changed yet
+        self.calls: Counter[Any] = Counter()
         self._reductions: fsdp2.Reductions | None = None
         self.model = module
         self._defer = settings.defer
@@ -135,6 +138,26 @@ class FSDP2Engine(PhasedEngine):
         units_of = {root: fsdp2.fsdp_units(root) for root in roots}
         modules = dict.fromkeys(chain.from_iterable(units_of.values()))
         self.gathered = GatheredUnits(modules, lambda unit: unit is module or is_head(unit), self)
+        self._roots = {root: fsdp2.groups_of(units) for root, units in units_of.items()}
+        self._groups = [group for unit in self.gathered.units for group in unit.groups]
+        self._experts = {shard for shard in self.gathered.shards if num_expert_ranks(shard) > 1}
+        self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
+        self._watch_units()
+        self._keep_flags()
+        units = units_of.values()
+        self._prefetch = partial(set_prefetch, units, settings.prefetch, placement.device.type == "cpu")
+        self._prefetch_is_pending = settings.prefetch > 0
+        if settings.prefetch:
+            self._patches.callback(set_prefetch, units, 0, in_background=False)
+        if mesh.tensor_group is not None:
+            split = {p for p in self.gathered.shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
+            refuse_second_derivatives(module, split, self._patches)
+        share_random_state(mesh.tensor_group, placement.device)
+        self.enter(Phase.HOOKS)
+        self.discard()  # units that the user has sharded may hold gradients of earlier training
+
+    def _watch_units(self) -> None:
+        """Note in which order units communicate, and let the engine restore them at its end."""
         # FSDP2 reads each shard as an ordinary DTensor, which is faster, unless it calls hooks of users.
         calls_hooks = any(shard.accepts_hooks for shard in self.gathered.shards)
         access = nullcontext if calls_hooks else plain_access
@@ -144,8 +167,9 @@ class FSDP2Engine(PhasedEngine):
             fsdp2.watch_unit(
                 unit.module, note, self.keep_gathered, self._forwards_left, access, self._patches
             )
-        self._roots = {root: fsdp2.groups_of(units) for root, units in units_of.items()}
-        self._groups = [group for unit in self.gathered.units for group in unit.groups]
+
+    def _keep_flags(self) -> None:
+        """Keep FSDP2's flags of set-up, to be restored, and those of each phase."""
         self._patches.callback(fsdp2.set_flags, fsdp2.flags_of(self._groups, fsdp2.Reductions))
         of_setup = fsdp2.flags_of(self._groups, fsdp2.Resharding)
         self._patches.callback(fsdp2.set_flags, of_setup)
@@ -162,22 +186,6 @@ class FSDP2Engine(PhasedEngine):
                 for unit in self.gathered.whole_step
                 for group in unit.groups
             }
-        self._experts = {shard for shard in self.gathered.shards if num_expert_ranks(shard) > 1}
-        self.first_peer = min(dist.get_process_group_ranks(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)))
-        units = units_of.values()
-        self._prefetch = partial(set_prefetch, units, settings.prefetch, placement.device.type == "cpu")
-        self._prefetch_is_pending = settings.prefetch > 0
-        if settings.prefetch:
-            self._patches.callback(set_prefetch, units, 0, in_background=False)
-        if mesh.tensor_group is not None:
-            split = {p for p in self.gathered.shards if p.device_mesh.ndim > mesh.fsdp.ndim} - self._experts
-            for layer in module.modules():
-                if not split.isdisjoint(layer.parameters(recurse=False)):
-                    hook = layer.register_forward_hook(refuse_second_derivatives)
-                    self._patches.callback(hook.remove)
-        share_random_state(mesh.tensor_group, placement.device)
-        self.enter(Phase.HOOKS)
-        self.discard()  # units that the user has sharded may hold gradients of earlier training
 
     def _reduce_as(self, reductions: fsdp2.Reductions) -> None:
         if reductions != self._reductions:

@@ -11,17 +11,15 @@ other classes.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
-from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.torch import local_tensor, writes
@@ -36,6 +34,9 @@ from lightning_automodel.sharding.gathered_tensor import (
 )
 from lightning_automodel.sharding.units import class_name
 from lightning_automodel.sharding.whole_copies import note_write, versions
+
+if TYPE_CHECKING:
+    from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 
 _NUM_COMPARISONS = 4
 """How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
@@ -63,18 +64,6 @@ class Phase(Enum):
     REPLAY = auto()  # as STEP, with a backward that is not the strategy's
 
 
-class PhasedEngine(Engine):
-    """An engine that is in a phase.
-
-    Attributes:
-        phase: What runs; STEP at set-up, since no flag was changed yet.
-        calls: By FSDP2's group, how often a step has called its unit with gradients.
-    """
-
-    phase = Phase.STEP
-    calls: Counter[Any]
-
-
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
 
@@ -97,7 +86,7 @@ class GatheredUnit(fsdp2.Unit):
         forwards: Those that run (one may call the unit again): the arguments, and what FSDP2 has copied of them.
     """
 
-    def __init__(self, module: FSDPModule, engine: PhasedEngine) -> None:
+    def __init__(self, module: FSDPModule, engine: "FSDP2Engine") -> None:
         super().__init__(module)
         self.engine = engine
         self._forward_versions: list[int] = []  # of the shards, before the newest forward
@@ -264,7 +253,7 @@ class GatheredUnits:
     """
 
     def __init__(
-        self, modules: Iterable[FSDPModule], stays: Callable[[nn.Module], bool], engine: PhasedEngine
+        self, modules: Iterable[FSDPModule], stays: Callable[[nn.Module], bool], engine: "FSDP2Engine"
     ) -> None:
         self.units = [GatheredUnit(module, engine) for module in modules]
         self.shards = [param.sharded_param for unit in self.units for param in unit.params]

@@ -1,5 +1,6 @@
 """Tensor parallelism: Hugging Face models' own plans, and what tensor-parallel ranks must have in common."""
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_automodel.data.tensors import checksum
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]
@@ -112,12 +114,17 @@ def check_ties(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) 
             )
 
 
-def refuse_second_derivatives(layer: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook of a tensor-parallel layer: a backward with ``create_graph=True`` raises RuntimeError.
+def refuse_second_derivatives(module: nn.Module, parameters: Set[nn.Parameter], patches: PatchStack) -> None:
+    """Let a backward with ``create_graph=True`` raise RuntimeError in layers with any of these split parameters.
 
-    torch sums gradients of the layer's input over the ranks, but records no graph of that.
+    torch sums gradients of such a layer's input over the ranks, but records no graph of that.
     """
+    for layer in module.modules():
+        if not parameters.isdisjoint(layer.parameters(recurse=False)):
+            patches.callback(layer.register_forward_hook(_refuse_second_derivative).remove)
 
+
+def _refuse_second_derivative(layer: nn.Module, args: Any, output: Any) -> None:
     def refuse(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND_DERIVATIVES)
