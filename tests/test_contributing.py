@@ -44,19 +44,6 @@ def test_rooms_are_named() -> None:
     ] == []
 
 
-def test_every_file_is_in_the_map() -> None:
-    """Below the package that it is in; those of exactness/ without their ending."""
-    package = ROOT / "lightning_automodel"
-    map_of_files = TEXT.partition("## Every file")[2].partition("\n## ")[0]
-    by_room = dict(re.findall(r"^      (\w+)/ ((?:.*\n)(?:        .*\n)*)", map_of_files, re.MULTILINE))
-    modules = [path.relative_to(package) for path in package.rglob("*.py") if path.name != "__init__.py"]
-    assert [
-        str(module)
-        for module in modules
-        if len(module.parts) > 1 and module.stem not in re.findall(r"\w+", by_room[module.parts[0]])
-    ] == []
-
-
 def test_modules_have_tests() -> None:
     """In the file of their name, or in the one that the table says."""
     tests = {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}

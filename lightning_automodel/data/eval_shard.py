@@ -1,4 +1,4 @@
-"""Which rank sees which data."""
+"""NeMo Automodel's helper: which rank evaluates which samples."""
 
 from typing import Any
 
