@@ -70,10 +70,10 @@ class OptimizerSteps:
             after_step = torch_internals.register_first_post_hook(optimizer, self._after_step)
             self._patches.callback(after_step.remove)
             for watched in (optimizer, wrapper):
-                self._patches.call_after(watched, "zero_grad", partial(self._drop, optimizer))
+                self._patches.call_after(watched, "zero_grad", partial(self._discard, optimizer))
 
-    def _drop(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        self._windows.drop(optimizer_parameters(optimizer))
+    def _discard(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self._windows.discard(optimizer_parameters(optimizer))
 
     def watch_module(self, module: pl.LightningModule, patches: PatchStack) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling."""
@@ -86,7 +86,7 @@ class OptimizerSteps:
         def untoggled(optimizer: OneOptimizer) -> None:
             windows.toggled = None
 
-        patches.call_after(module, "zero_grad", lambda *_, **__: windows.drop(windows.parameters))
+        patches.call_after(module, "zero_grad", lambda *_, **__: windows.discard(windows.parameters))
         patches.call_after(module, "toggle_optimizer", toggled)
         patches.call_after(module, "untoggle_optimizer", untoggled)
 

@@ -126,7 +126,7 @@ class GradientWindows:
         """Whether no window of this run has ended yet."""
         return self.last_loss is None
 
-    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed.
 
         Windows that have ended still count in the report on the next step: its gradients may be made of
@@ -154,7 +154,7 @@ class GradientWindows:
             # If all of a window's parameters are dropped, so is the window, with its count.
             self.open_windows = {window.key: window for window in windows if not window.owned <= dropped}
             if not self.open_windows:
-                self._forget()
+                self._discard_all()
                 return
             elsewhere = self._kept
         for index, parameter in enumerate(self.parameters):
@@ -190,9 +190,9 @@ class GradientWindows:
         self.since_step.clear()
         self.measured.clear()
         self.agreement.clear()
-        self._forget()
+        self._discard_all()
 
-    def _forget(self) -> None:
+    def _discard_all(self) -> None:
         """Drop what is held for windows, of which none is open any more, and no backward runs."""
         self._kept = self._nothing
         self.engine.backward = None

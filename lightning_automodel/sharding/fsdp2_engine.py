@@ -429,7 +429,7 @@ class FSDP2Engine(Engine):
         self._forwards_left.clear()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self.gathered.shards]
-        self.gathered.give_up()
+        self.gathered.recover()
         for root in self._roots:
             root.reset_iter_state()
         self.release()

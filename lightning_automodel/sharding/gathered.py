@@ -99,7 +99,7 @@ class GatheredUnit(fsdp2.Unit):
         for shard in self._shards:
             if num_expert_ranks(shard) == 1:  # other ranks have other experts
                 shard.engine_ref = weakref.ref(engine)
-        self.forget_writes()
+        self.note_writes()
         self.free()  # other code may have gathered them before
         self.note_shards()
         self._given: list[Any] = []  # containers among the arguments of the forward that runs
@@ -181,8 +181,8 @@ class GatheredUnit(fsdp2.Unit):
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
-    def forget_writes(self) -> None:
-        """After an exception, give up what was written to copies, some of which may have been freed."""
+    def note_writes(self) -> None:
+        """Take what was written to copies so far as done: it is in the shards, or given up after an exception."""
         self._noted = list(map(writes, self._copies))
 
     def settle(self) -> None:
@@ -203,7 +203,7 @@ class GatheredUnit(fsdp2.Unit):
             self._gathered_versions[number] += 1
             if self._forward_versions:
                 self._forward_versions[number] += 1
-        self.forget_writes()
+        self.note_writes()
 
     def check_uncounted_writes(self) -> None:
         """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.
@@ -328,10 +328,10 @@ class GatheredUnits:
                 unit.note_shards()
                 fsdp2.gather(unit.module)
 
-    def give_up(self) -> None:
-        """After an exception, forget what was written to copies, and gathers that other ranks may not join."""
+    def recover(self) -> None:
+        """After an exception, give up what was written to copies, and gathers that other ranks may not join."""
         for unit in self.units:
-            unit.forget_writes()
+            unit.note_writes()
             unit.forget_background_gather()
             unit.forwards.clear()
 
