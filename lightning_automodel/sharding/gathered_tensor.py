@@ -125,7 +125,7 @@ class _Part(DTensor):
             result = function(*args, **(kwargs or {}))
             if result.__class__ is DTensor and result.ndim == 0:
                 return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
-            if result.__class__ is DTensor and not result.requires_grad:
+            if result.__class__ is DTensor:
                 result.__class__ = _Part
         return result
 
