@@ -55,8 +55,8 @@ SETUP = {
 trainer = Trainer(strategy=AutomodelStrategy())
 """,
     "docs/coming_from.md": """
-from tests.trainer.hugging_face import untied_llama
-untied_llama().float().save_pretrained("model")
+from tests.trainer.hugging_face import llama
+llama().float().save_pretrained("model")
 class Block(torch.nn.Module):
     pass
 model, window = torch.nn.Sequential(torch.nn.Embedding(11, 11)), batches()
@@ -158,7 +158,7 @@ class Shown(pl.LightningModule):
     def __init__(self) -> None:
         from torchmetrics import MeanMetric
 
-        from tests.trainer.hugging_face import mixtral, untied_llama
+        from tests.trainer.hugging_face import llama, mixtral
 
         super().__init__()
         self.mean = MeanMetric()
@@ -169,7 +169,7 @@ class Shown(pl.LightningModule):
             self.model = nn.Linear(4, 3)
             self.class_weights = torch.tensor([0.5, 1.0, 3.0])
         elif "**batch" in self.text or "hugging_face" in self.text:
-            self.model = mixtral().float() if "router" in self.text else untied_llama().float()
+            self.model = mixtral().float() if "router" in self.text else llama().float()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)

@@ -27,7 +27,7 @@ from lightning_automodel.gradients.token_loss import TokenWeighting
 from tests.processes import ROOT, run_anew
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, relative_error
-from tests.trainer.hugging_face import untied_llama
+from tests.trainer.hugging_face import llama
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -320,8 +320,8 @@ def test_a_document_that_does_not_fit() -> None:
 
 def test_as_in_rows_of_their_own() -> None:
     """Loss, count and gradients; with a cache, documents would see those before them."""
-    packed_model = untied_llama()
-    model = untied_llama()
+    packed_model = llama()
+    model = llama()
     packed = Packer(LENGTH)(documents())
     loss, count = sums(packed_model, packed)
     alone = [sums(model, {name: value[None] for name, value in each.items()}) for each in documents()]

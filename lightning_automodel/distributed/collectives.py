@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HOST = torch.device("cpu")
-
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
     """Wait for every rank, then log ``message`` on rank 0, at level INFO.

@@ -17,7 +17,7 @@ from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, Batch, full_weights, weight_error
-from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
+from tests.trainer.hugging_face import SIZES, OwnLoss, filled, llama, t5, untied_gpt2
 from tests.trainer.plain import plain_weights
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
@@ -33,14 +33,14 @@ def qwen3() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     layers = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-    return filled(Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=4, **layers)))
+    return filled(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4, **layers)))
 
 
 def mistral() -> nn.Module:
     """A window in all layers."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    return filled(MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=3)))
+    return filled(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)))
 
 
 def mixture(kind: str) -> nn.Module:
@@ -51,7 +51,7 @@ def mixture(kind: str) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": tied_llama,
+    "llama": functools.partial(llama, is_tied=True),
     "qwen3": qwen3,
     "mistral": mistral,
     "gpt2": untied_gpt2,
@@ -132,7 +132,7 @@ class LeavesOut(OwnLoss):
     """Passes all but one entry of the batch to the model."""
 
     def __init__(self, left_out: str) -> None:
-        super().__init__(tied_llama())
+        super().__init__(llama(is_tied=True))
         self.left_out = left_out
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -157,7 +157,7 @@ def linear_attention() -> nn.Module:
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
     return filled(
         Qwen3NextForCausalLM(
-            Qwen3NextConfig(**_SIZES, **layers, **linear, linear_key_head_dim=4, linear_value_head_dim=4)
+            Qwen3NextConfig(**SIZES, **layers, **linear, linear_key_head_dim=4, linear_value_head_dim=4)
         )
     )
 
@@ -176,7 +176,7 @@ REFUSED = {
     ),
     "shifted labels": refused(lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
     "shifted again": refused(
-        lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"
+        lambda: ShiftsInTheModel(llama(is_tied=True)), "would shift the labels of a slice of a sequence by"
     ),
     "encoder-decoder": refused(lambda: OwnLoss(t5()), "computes attention with position_bias"),
     "linear attention": refused(

@@ -22,7 +22,7 @@ from tests.rank_pool import RankPool
 from tests.sharding import fits
 from tests.sharding.fits import ACCUMULATE, Logits
 from tests.trainer.exactness import WIDTH, Block, Outcome, TinyDecoder, micro_batches, weight_error
-from tests.trainer.hugging_face import untied_llama
+from tests.trainer.hugging_face import llama
 from tests.trainer.plain import ModelModule, fill, filled_decoder, plain_weights, prefixed
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default
 
@@ -282,7 +282,7 @@ def test_nothing_to_recompute_raises(choice: Any) -> None:
 
 
 def _llama() -> Logits:
-    return Logits(untied_llama())
+    return Logits(llama())
 
 
 def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:

@@ -26,7 +26,7 @@ ACCUMULATE = 4
 CAUSAL = Case(seed=33, telling="labels", num_batches=6, gap="micro_batches", label_shift=1)
 SEQ2SEQ = Case(seed=34, telling="labels", num_batches=6, gap="micro_batches")
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -40,18 +40,11 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def tied_llama() -> PreTrainedModel:
-    """A decoder whose embedding and head are one matrix, as SmolLM2's are."""
+def llama(is_tied: bool = False) -> PreTrainedModel:
+    """A decoder; its embedding and head may be one matrix, as SmolLM2's are."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return filled(LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)))
-
-
-def untied_llama() -> PreTrainedModel:
-    """The same with a head of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return filled(LlamaForCausalLM(LlamaConfig(**_SIZES)))
+    return filled(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=is_tied)))
 
 
 def untied_gpt2() -> PreTrainedModel:
@@ -97,7 +90,7 @@ def mixtral() -> PreTrainedModel:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        **_SIZES,
+        **SIZES,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
@@ -108,7 +101,7 @@ def mixtral() -> PreTrainedModel:
 
 
 def lora_llama(**options: Any) -> nn.Module:
-    """`tied_llama`, frozen, with adapters of rank 2 beside the queries and the first feed-forward matrix."""
+    """`llama`, frozen, with adapters of rank 2 beside the queries and the first feed-forward matrix."""
     from peft import LoraConfig
 
     modules = ["q_proj", "up_proj"]
@@ -116,7 +109,7 @@ def lora_llama(**options: Any) -> nn.Module:
 
 
 def vera_llama() -> nn.Module:
-    """`tied_llama` with VeRA, whose random projections are buffers that PEFT saves with the adapters."""
+    """`llama` with VeRA, whose random projections are buffers that PEFT saves with the adapters."""
     from peft import VeraConfig
 
     return _adapted(VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
@@ -125,7 +118,7 @@ def vera_llama() -> nn.Module:
 def _adapted(config: Any) -> nn.Module:
     from peft import get_peft_model
 
-    model = get_peft_model(tied_llama(), config)
+    model = get_peft_model(llama(is_tied=True), config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return filled(model, only=trainable)
 
