@@ -191,7 +191,7 @@ def stop_iteration_error(where: str) -> RuntimeError:
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
 
-    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration``
+    The outermost of nested models decides, since it computes the loss. A ``...ForConditionalGeneration``
     that is not an encoder-decoder is a vision or audio model, and shifts like the language model inside it.
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

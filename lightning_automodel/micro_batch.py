@@ -62,7 +62,7 @@ class _Step:
     is_first: bool = False
     # What the step has returned, under automatic optimization, until its backward.
     output: Any = None
-    # By toggled optimizer, how many resets there were when the whole batch was counted.
+    # The number of resets when the whole batch was counted, for each toggled optimizer.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
 
@@ -339,7 +339,7 @@ class MicroBatches:
         counted[key] = resets
         unit = self.windows.weighting.unit
         counts_samples = unit == "sample"
-        # Of several optimizers each may train on all samples, as in a GAN.
+        # Each of several optimizers may train on all samples, as in a GAN.
         if before is None or (counts_samples and before != resets and len(self.windows.optimizers) > 1):
             return
         text = (

@@ -89,7 +89,7 @@ class StepMonitor(Callback):
         # Through `pl_module.log` loggers would get only steps that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
-        # Nor does it take what a rank logs for a padding batch, and these are of all ranks.
+        # Lightning drops what a rank logs for a padding batch too, but these values are of all ranks.
         trainer.progress_bar_metrics.update(values)
         for name, value in values.items():
             trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)

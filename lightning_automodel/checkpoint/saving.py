@@ -79,7 +79,7 @@ class CheckpointSaver:
         self._in_background = options.async_checkpoint
         self._timeout = options.parsed_timeout
         self._plugin: CheckpointIO | None = None  # of the Trainer, if that is not Lightning's default
-        # By id: tensors that Lightning has got. A hook may have put others in their place since.
+        # The tensors that Lightning has got, by id. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._unfinished: _Save | None = None
         self._keeps_older = False

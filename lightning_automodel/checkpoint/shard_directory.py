@@ -209,8 +209,8 @@ class ShardDirectory(FileSystemReader):
     and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
 
     Attributes:
-        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. Of a directory
-            that another program has written, the model's state and what its ``meta.pt`` holds.
+        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. If another program
+            has written the directory, the model's state and what its ``meta.pt`` holds.
     """
 
     def __init__(self, path: str, weights_only: bool | None) -> None:

@@ -94,10 +94,10 @@ class Wrapper:
 class TrackedLoader(Wrapper):
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
-    ``uneven`` says what happens if ranks have unequally many batches; None if they have not. By ``ERROR``
+    ``uneven`` says what happens if ranks have unequally many batches; None if they have not. With ``ERROR``
     and ``PAD``, every rank must draw equally often. A rank that has no batch while another has one raises,
     or yields padding batches until all ranks have drawn their last batch. A padding batch is a copy of the
-    epoch's first batch, or of another rank's if this rank has none, as after resuming. By ``JOIN``, a rank
+    epoch's first batch, or of another rank's if this rank has none, as after resuming. With ``JOIN``, a rank
     without any batch raises. In training, from batch ``num_certain`` on, a rank sends with each batch whether
     it still had one, a collective over the host ``group``. As long as it has one it does not wait: the
     exchange runs while the batch is used.
@@ -167,7 +167,7 @@ class TrackedLoader(Wrapper):
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect.
 
-        By the Trainer in training, a collective over the group: another batch size may have been set since.
+        A collective over the group where the Trainer calls it in training: another batch size may have been set since.
         """
         if not lightning_internals.is_trainer_drawing():
             self.is_peeked = True

@@ -58,7 +58,7 @@ def log_neutral(log: Callable[..., None], fx: str, name: str, value: Any, **opti
                 " (uneven_inputs='pad') has no neutral value; valid are"
                 f" {', '.join(map(repr, logged_values.NEUTRAL))}."
             )
-        # Of integers, the default dtype of floats.
+        # Integers become the default dtype of floats.
         dtype = torch.result_type(value, 1.0)
         neutral_value = torch.full_like(value, logged_values.NEUTRAL[reduction], dtype=dtype)
         log(fx, name, neutral_value, **{**options, "batch_size": 0})

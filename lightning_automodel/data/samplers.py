@@ -76,9 +76,10 @@ class DrawnAlike(DistributedSamplerWrapper):
 def share_own_samplers(resolve: Callable[..., Any], loader: Any, shuffle: bool, mode: Any = None) -> Any:
     """The sampler that the Trainer puts into ``loader`` by ``resolve``: ranks take turns in what the user's draws.
 
-    In every stage, and whatever draws, alone or in a batch sampler. Lightning replaces each ``RandomSampler`` and
-    ``SequentialSampler``, also one that draws a part of the data, or again and again, or by an ``__iter__`` of the
-    user's, and whatever draws in a batch sampler. Of all the data it draws alike by itself, but where it predicts.
+    That holds in every stage, for samplers that draw alone or in a batch sampler. Lightning itself replaces each
+    ``RandomSampler`` and ``SequentialSampler``, also one that draws a part of the data or repeats it, a subclass with
+    an ``__iter__`` of its own, and any sampler in a batch sampler. If a sampler draws all the data once, Lightning's
+    replacement draws alike, except in prediction.
     """
     sampler = resolve(loader, shuffle, mode)
     own = innermost_sampler(loader)

@@ -80,7 +80,7 @@ class UnevenInputs:
     def log(self, log: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
         """Call the ``log`` of what a loop collects, with whole tensors; what is of a padding batch does not count.
 
-        Of a ``DTensor`` Lightning would read this rank's part. ``fx`` is the hook that has logged the value.
+        Lightning would read this rank's part of a ``DTensor``. ``fx`` is the hook that has logged the value.
         """
         value = apply_to_collection(value, DTensor, full)
         self._logging = name
@@ -242,7 +242,7 @@ class UnevenInputs:
             return
         is_one = len(loaders) == 1
         draws_its_batches = lightning_internals.draws_its_batches(getattr(trainer.lightning_module, step))
-        # Of several loaders one after the other, Lightning passes the number.
+        # Lightning passes the number of the loader if there are several, one after the other.
         if draws_its_batches or not (is_one or len(args) > 2):
             raise ValueError(
                 "Ranks may have unequally many batches, and the last one is not known in a step that takes a"

@@ -105,7 +105,7 @@ def message_of(exception: BaseException) -> str:
 def is_communication_error(exception: BaseException) -> bool:
     """Whether ``exception``, or one in its chain of causes, says that another rank did not answer.
 
-    By its text: where it speaks of these libraries for another reason, the other ranks hear of it some seconds later.
+    Its text tells. If that names these libraries for another reason, the other ranks hear of it some seconds later.
     """
     seen: list[BaseException] = []
     current: BaseException | None = exception

@@ -33,7 +33,7 @@ def spread_by_plan(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _has_plan(module: nn.Module) -> bool:
-    # Of its own class: an adapter passes the attribute on, and its names differ.
+    # The class must have it: an adapter passes the attribute of its model on, and its names differ.
     return hasattr(type(module), "ep_plan") and bool(module.ep_plan)
 
 

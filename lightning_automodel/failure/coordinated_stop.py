@@ -49,7 +49,7 @@ class StopAgreement:
     def ask(self, reason: str = "") -> None:
         """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler.
 
-        Of two requests before a step ends, the one to requeue counts: SLURM may send SIGTERM beside its signal.
+        If two requests come before a step ends, the one to requeue counts: SLURM may send SIGTERM beside its signal.
         """
         self._reason = self._reason or reason
         self.is_asked_here = self.is_asked_here or not reason

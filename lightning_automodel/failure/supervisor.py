@@ -117,7 +117,7 @@ class Supervisor:
         if culprit is not None:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         if has_devices:
-            # Those of the host stay, to save a checkpoint.
+            # Groups of the hosts stay, to save a checkpoint.
             with _limited("aborting its process groups"), contextlib.suppress(Exception):
                 process_groups.abort_accelerators()
                 # What `on_exception` hooks read has no limit: end here if the device is not free.

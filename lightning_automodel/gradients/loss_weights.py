@@ -49,9 +49,9 @@ class FirstLooks:
         self._name = type(module).__name__
         self._weighting = weighting
         self.left = num_looks
-        # By the kinds of their terms: what a loss divides by, and what was counted for it.
+        # What the first loss of each kind divides by, and what was counted for it.
         self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
-        # By how much more than what is counted the newest loss is divided.
+        # How much more than what is counted the newest loss divides by.
         self._excess = 0.0
         # A term that is taken from all ranks, of this rank's losses.
         self._over_ranks: _Comparison | None = None
@@ -59,7 +59,7 @@ class FirstLooks:
     def advice(self, loss: Tensor, count: Count, accumulate: int) -> str:
         """What to tell of a loss [] that does not divide by what is counted, once; else empty.
 
-        Of one micro-batch a constant factor might be meant. Between two it shows that one of them weighs too
+        In one micro-batch a constant factor might be meant. A second one shows that one of the two weighs too
         much. ``accumulate`` is what Lightning has divided the loss by.
         """
         if not (self.left and self._weighting.per_token_loss):

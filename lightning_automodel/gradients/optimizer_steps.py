@@ -180,7 +180,7 @@ class OptimizerSteps:
             return
         parameters = optimizer_parameters(optimizer)
         replicated = [p for p in parameters if not isinstance(p, DTensor)]
-        # Of shards, whose norms differ, what was written to them tells.
+        # Norms of shards differ by rank: what was written to shards is compared instead.
         number = fingerprint(rescale_clip.total_norm(replicated)) + windows.engine.take_write_digest()
         if not windows.agreement.has_written_alike(number):
             raise RuntimeError(

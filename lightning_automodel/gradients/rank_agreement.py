@@ -55,7 +55,7 @@ TINY = 1e-30
 HUGE = 1e300
 """In place of infinity, and of NaN, which is equal to nothing."""
 _MODULUS = 2**20 - 3
-"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
+"""A prime, so small that float64 holds the sum over ranks of squares of smaller numbers exactly."""
 _FACTOR = 648_053
 """Makes one number of epoch and batch: few epochs and tens of thousands of batches give different ones."""
 _ROUNDING = 1e-5
@@ -104,7 +104,7 @@ class RankAgreement:
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self._size > 1
-        # Of windows that were not compared yet: when the sums are there, and what compares them.
+        # Windows that were not compared yet: an event that tells when their sums are there, and what compares them.
         self._unchecked: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def sum_over_ranks(

@@ -226,7 +226,7 @@ def sharding_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
+    # All that is not replicated: torch 2.13 has another class for shards of what tensor parallelism has sharded.
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(tensor.placements)

@@ -89,7 +89,7 @@ _OF_MATRICES = {
         "Shampoo",
     ),
 }
-"""By package: optimizers that treat each parameter by itself, with much work on whole matrices."""
+"""Optimizers that treat each parameter by itself, with much work on whole matrices, by their packages."""
 
 
 def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str) -> bool:

@@ -114,7 +114,7 @@ class GradientWindows:
         self.on_step: Callable[[], None] | None = None
         self.on_backward: Callable[[BackwardPass], None] | None = None
         self.engine = engine
-        # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
+        # Lists in the order of the parameters: hashing these would be a good part of what a micro-batch costs.
         self._is_trainable: list[bool] = []
         self._trainable: set[nn.Parameter] = set()  # those of which it is true
         self._nothing: list[Tensor | None] = [None] * len(parameters)

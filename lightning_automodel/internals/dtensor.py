@@ -59,7 +59,7 @@ def plain_dtensor(tensor: Tensor) -> Tensor:
 def break_graphs_at(cls: type[Tensor], *modules: str) -> None:
     """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``.
 
-    Nor may it trace what that calls in other ``modules``.
+    It must not trace what that calls in other ``modules`` either.
     """
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
     for module in (cls.__module__, *modules):

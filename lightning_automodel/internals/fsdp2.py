@@ -52,8 +52,8 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object:
     FSDP2 groups them by it.
     """
-    # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
-    # itself makes that of a module that nobody uses.
+    # The documentation of `fully_shard` names the class, but torch exports neither it nor what its constructor
+    # takes: FSDP2 makes that for a module that nobody uses.
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
     mesh_info = groups_of([unused])[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
@@ -220,11 +220,11 @@ def watch_unit(
 ) -> None:
     """Call ``note`` before each all-gather and reduction of ``unit``, for which FSDP2 has no hooks.
 
-    Of a reduction it gets the numbers of the parameters whose gradients FSDP2 is about to send. ``keep_gathered`` is
-    called before FSDP2 frees what a backward with ``create_graph=True`` has gathered. ``forwards_left`` has the
-    number of forwards that the backward is still to leave, of groups that a step has called repeatedly: FSDP2 would
-    reduce at each one, and ranks may have called a unit more or less often. It reduces at the last one, in the context
-    ``access``.
+    Before a reduction, ``note`` gets the numbers of the parameters whose gradients FSDP2 is about to send.
+    ``keep_gathered`` is called before FSDP2 frees what a backward with ``create_graph=True`` has gathered.
+    ``forwards_left`` has, for groups that a step has called repeatedly, the number of forwards that the backward is
+    still to leave. FSDP2 would reduce at each of these, but ranks may have called a unit more or less often. So it
+    reduces at the last one alone, in the context ``access``.
     """
 
     def gather(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -261,7 +261,7 @@ def watch_unit(
 
 def forwards_reached(loss: Tensor) -> Counter[FSDPParamGroup]:
     """How many forwards of each group a backward of ``loss`` [] leaves, as its graph tells."""
-    # Of the nodes by which FSDP2 sees that a forward is left.
+    # FSDP2 puts these nodes into the graph, to see when the backward leaves a forward.
     groups = [getattr(node, "param_group", None) for node in graph_nodes(loss)]
     return Counter(group for group in groups if group is not None)
 

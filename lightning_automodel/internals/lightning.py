@@ -83,9 +83,8 @@ def save_and_requeue(trainer: Trainer) -> None:
 def keep_signal_handlers(trainer: Trainer) -> None:
     """Stop ``trainer`` from restoring signal handlers that it has not replaced, and that of SIGTERM.
 
-    The supervisor removes its own handler of SIGTERM. Of those that ``faulthandler`` has set Python knows
-    nothing, so that Lightning would restore the default action: the next crash of the process would leave no
-    stack.
+    The supervisor removes its own handler of SIGTERM. Python does not know of those that ``faulthandler`` has set, so
+    that Lightning would restore the default action: the next crash of the process would leave no stack.
     """
     found = trainer._signal_connector._original_handlers
     for signum, handler in list(found.items()):

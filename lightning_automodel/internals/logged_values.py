@@ -18,7 +18,7 @@ NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": floa
 
 
 _OPTIONS = ("name", "prog_bar", "logger", "add_dataloader_idx", "reduce_fx", "enable_graph")
-"""Of ``self.log``, under which each rank must log a value to be reduced with it."""
+"""Options of ``self.log`` that must be the same on all ranks which reduce a value together."""
 
 
 def results_of(trainer: Trainer) -> list[Any]:

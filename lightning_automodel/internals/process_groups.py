@@ -49,7 +49,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
     """This rank's group of a ``partition`` of the world. A collective over the world, unless parts have one rank.
 
-    Of all ranks it is the default group: a communicator takes memory of the device, and time to connect.
+    The group of all ranks is the default group: another communicator would take device memory, and time to connect.
     """
     if len(partition) == 1:
         return cast(dist.ProcessGroup, dist.group.WORLD)
@@ -63,7 +63,7 @@ def accelerator_backends() -> list[Any]:
     """Backends of the accelerator in all groups of this process, in the order in which they were made.
 
     Their collectives are queued and return: they neither block the host nor raise. A rank whose peer is gone waits
-    where its host reads from the device. Those of gloo are left out: its collectives block and raise, whatever the
+    where its host reads from the device. Groups of gloo are left out: its collectives block and raise, whatever the
     device. Nothing public lists the groups, or returns the backend of a device.
     """
     device = torch.accelerator.current_accelerator()
@@ -81,9 +81,9 @@ def accelerator_backends() -> list[Any]:
 def abort_accelerators() -> None:
     """Free this rank's device and host from collectives, for good; groups of the host stay. Not a collective.
 
-    It may wait for the group's timeout: call it where something else ends the process before. Of two threads the
-    second one waits for the first. As in torch's own function for all groups, which would also drop those of the
-    host, NCCL's are aborted as one: each by itself, they could wait for each other.
+    It may wait for the group's timeout: call it where something else ends the process before. If two threads call it,
+    the second one waits for the first. NCCL's groups are aborted as one, since they could wait for each other; torch's
+    own function does so too, but would also drop the host's.
     """
     with _aborting:
         backends = accelerator_backends()[::-1]

@@ -168,7 +168,7 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     A module that was changed since an older version converts what it is given; without a version, each time.
     """
     noted = getattr(state, "_metadata", None) or {}
-    # Of a wrapper and what it wraps, which comes later, the latter stays.
+    # A wrapper and what it wraps have one name: the latter comes later, and stays.
     return {
         without_wrappers(f"{path}.").removesuffix("."): dict(placements)
         for path, placements in noted.items()

@@ -253,7 +253,7 @@ def _identity(loader: Any) -> tuple[str, int | None, int | None]:
     """What a loader goes on by within an epoch, and, if by indices, its length and batch size."""
     if _recorder(loader) is not None:
         return INDICES, sized_len(loader), getattr(loader.batch_sampler, "batch_size", None)
-    # Of a stream without a state, torchdata's loader reads the used batches again, and counts them twice: the
+    # If a stream has no state, torchdata's loader reads the used batches again, and counts them twice: the
     # next resumed run would leave as many out.
     stream = getattr(loader, "dataset", None)
     if isinstance(stream, IterableDataset) and not is_stateful(stream):

@@ -153,7 +153,7 @@ class Resume:
         ranks = [own]
         if group is not None:
             extra_states = {
-                # Of numbers, since pickles of equal tensors differ.
+                # Tensors are compared as numbers: pickles of equal tensors differ.
                 name: str(zlib.crc32(pickle.dumps(apply_to_collection(value, Tensor, Tensor.tolist))))
                 for name, value in checkpoint.get("state_dict", {}).items()
                 if name.endswith(EXTRA_STATE) and not isinstance(value, DTensor)

@@ -169,7 +169,7 @@ def checkpoint_blocks(
     elif callable(choice):
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, choice)
     if isinstance(choice, (set, frozenset)):
-        # Those that can be called, with parameters or not.
+        # Modules without parameters may recompute too.
         blocks = outermost(model.children(), lambda module: has_forward(module) and matches(module, choice))
     else:
         blocks = plan_sharding(model, policy, root_is_model).units

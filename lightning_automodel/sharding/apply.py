@@ -118,8 +118,8 @@ def _run_steps_as_forward(
 ) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
-    Those of the head are gathered with them, as ``whole_step`` has it: code of others computes losses from its
-    weight, without calling it. They stay gathered until the step returns: it may run backwards of its own,
+    The head's are gathered with them (``whole_step`` has both): some code computes losses from the head's
+    weight, without calling the head. They stay gathered until the step returns: it may run backwards of its own,
     and go on with the root's parameters. ``register_fsdp_forward_method`` would leave the root's own hooks in
     place, which run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """

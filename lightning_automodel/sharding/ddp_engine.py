@@ -73,7 +73,7 @@ class DDPEngine(Engine):
             apply.broadcast_states(torch_internals.named_tensors(module), mesh)
             kwargs = {**kwargs, "init_sync": False}
         ddp = self._ddp = DistributedDataParallel(module, process_group=mesh.group, **kwargs)
-        # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
+        # DDP's forward is a whole step with its backwards here, and its end would prepare one more reduction.
         self._is_manual = not module.automatic_optimization
         ddp.require_backward_grad_sync = not self._is_manual
         self.model = ddp
@@ -119,7 +119,7 @@ class DDPEngine(Engine):
     def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """See the base class. Raises if a parameter took no part in a synchronised backward, or in several.
 
-        Those of its bucket, or what came later, are then this rank's own gradients.
+        Gradients of its bucket, or those that came later, are then this rank's own.
         """
         ddp = self._ddp
         self._padding_hooks.close()

@@ -89,7 +89,7 @@ BY_FSDP2 = fsdp2.Reductions(reduce_grads=True, all_reduce_grads=True, reduce_sca
 """While no window is open, FSDP2 averages the gradients of every backward."""
 
 NONE = fsdp2.Reductions(reduce_grads=False, all_reduce_grads=False, reduce_scatter_unused_params=True)
-"""While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in ``.grad``."""
+"""While a window is open, gradients wait in FSDP2. Other backwards leave nothing in ``.grad``."""
 
 
 _SHOW_SHARDS = (Phase.HOOKS, Phase.BEFORE_BACKWARD)
@@ -132,7 +132,7 @@ class FSDP2Engine(Engine):
         self._host_group = placement.host_group
         self._leader: int | None = None  # while it tells what it gathers
         self._patches = PatchStack()
-        # By group, how many of its forwards the backward will leave, if the step has called any repeatedly.
+        # How many forwards of each group the backward is still to leave, if the step has called any repeatedly.
         self._forwards_left: Counter[Any] = Counter()
         roots: list[Any] = fsdp_roots(module)
         units_of = {root: fsdp2.fsdp_units(root) for root in roots}

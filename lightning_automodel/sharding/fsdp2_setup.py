@@ -105,7 +105,7 @@ def _report_on_units(
 def set_prefetch(units_of_roots: Iterable[list[Any]], num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
 
-    Of each root it is given the units, the first of which is the root itself.
+    ``units_of_roots`` has the units of each root, the first of which is the root itself.
     0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the
     arguments. If units run in another order than they are registered in, memory is wasted; if ranks use different
     ones, they start other numbers of gathers, and hang.

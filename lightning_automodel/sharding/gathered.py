@@ -77,8 +77,8 @@ class GatheredUnit(fsdp2.Unit):
     =============  ==========================  ===============  ================================================
 
     Versions of the shards are noted before a gather, to know whether what is gathered is current, and before a
-    forward, to know what was written before its backward. Those of the copies are noted whenever the shards
-    have followed them.
+    forward, to know what was written before its backward. Versions of the copies are noted whenever the
+    shards have followed them.
 
     Attributes:
         engine: Knows which phase it is in, and whether a backward of the strategy runs.

@@ -59,8 +59,8 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
 def convert_metrics(plugin: Precision, module: "pl.LightningModule") -> None:
     """Give TorchMetrics states in float64 under 64-true.
 
-    Else they become so when a metric is logged for the first time, and ranks with unequal numbers of batches
-    would reduce states of two dtypes.
+    Otherwise they become so when a metric is first logged, and ranks with unequal numbers of batches would reduce
+    states of two dtypes.
     """
     if isinstance(plugin, DoublePrecision):
         for metric in metrics_internals.metrics_in(module).values():

@@ -51,8 +51,8 @@ def check_replicas(
 ) -> None:
     """Raise RuntimeError, on every rank, if ranks hold different values of parameters that they hold copies of.
 
-    Those are all parameters under DDP, and under FSDP2 what is not sharded and, with replicas (HSDP),
-    each shard. A collective over their groups, of three numbers a parameter, and a read of the device.
+    Under DDP ranks hold copies of all parameters, under FSDP2 of what is not sharded and, with replicas (HSDP),
+    of each shard. A collective over their groups, of three numbers a parameter, and a read of the device.
     ``ignored`` has the names of parameters that each rank trains by itself.
     """
     # A subclass of tensors may hold codes, which cannot be summed.

@@ -130,7 +130,7 @@ def _stay_whole(
 ) -> set[nn.Parameter]:
     """What FSDP2 cannot take: scalars, empty and complex parameters, codes, and those of no root or of several.
 
-    It reduces the gradients of a unit in one real dtype. Those of a TorchScript module cannot be replaced. No
+    It reduces the gradients of a unit in one real dtype. Parameters of a TorchScript module cannot be replaced. No
     policy casts running statistics, and torch requires the parameters beside them in their dtype.
     """
     in_half = precision is not None and precision.param_dtype in HALF

@@ -37,13 +37,13 @@ _INFINITE = 1e100
 _UNEXPLAINED = 0.05
 """Share of the gradients that wrong weights of micro-batches may leave unexplained where they are the reason."""
 _IMPROVEMENT = 0.3
-"""Of the error without these weights, so much may be left with them."""
+"""The share of the error that these weights may leave."""
 _WEIGHT_OFF = 0.02
 """A weight of a micro-batch that is off by more is an error, also where rounding hides it from the norms."""
 _CHANGE = 2e-4
-"""Of the loss, that a step along the gradients aims at."""
+"""The share of the loss by which a step along the gradients should change it."""
 _MOVE = 1e-2
-"""Of the entries of a parameter without a gradient, in that step."""
+"""The share by which that step moves entries of a parameter without a gradient."""
 
 
 def training_problem(recorder: Recorder) -> str:

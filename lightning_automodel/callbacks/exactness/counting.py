@@ -98,7 +98,7 @@ class Counting:
                 f"The loss divides by less than the number of {self.unit}s. If it is a mean over rows,"
                 " count='samples' is right, else give what it divides by as num_label_tokens."
             )
-        # By samples it may be right: of batches of rows of one length, those with fewer rows have longer ones.
+        # A count of samples may be right: where batches hold rows of one length, fewer rows are longer.
         divisors = {each.divisor for each in self._counted}
         is_constant = len(divisors) == 1 and math.isfinite(min(divisors))
         is_proportional = math.isclose(min(shares), max(shares), rel_tol=_SAME)
