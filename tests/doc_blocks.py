@@ -56,7 +56,7 @@ trainer = Trainer(strategy=AutomodelStrategy())
 """,
     "docs/coming_from.md": """
 from tests.trainer.hugging_face import llama
-llama().float().save_pretrained("model")
+llama(is_tied=False).float().save_pretrained("model")
 class Block(torch.nn.Module):
     pass
 model, window = torch.nn.Sequential(torch.nn.Embedding(11, 11)), batches()
@@ -169,7 +169,7 @@ class Shown(pl.LightningModule):
             self.model = nn.Linear(4, 3)
             self.class_weights = torch.tensor([0.5, 1.0, 3.0])
         elif "**batch" in self.text or "hugging_face" in self.text:
-            self.model = mixtral().float() if "router" in self.text else llama().float()
+            self.model = mixtral().float() if "router" in self.text else llama(is_tied=False).float()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)

@@ -320,8 +320,8 @@ def test_a_document_that_does_not_fit() -> None:
 
 def test_as_in_rows_of_their_own() -> None:
     """Loss, count and gradients; with a cache, documents would see those before them."""
-    packed_model = llama()
-    model = llama()
+    packed_model = llama(is_tied=False)
+    model = llama(is_tied=False)
     packed = Packer(LENGTH)(documents())
     loss, count = sums(packed_model, packed)
     alone = [sums(model, {name: value[None] for name, value in each.items()}) for each in documents()]

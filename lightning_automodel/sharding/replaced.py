@@ -1,7 +1,8 @@
 """Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -16,6 +17,15 @@ from lightning_automodel.sharding.units import class_name
 _NUM_NAMED = 3
 
 
+def _refuse_use(name: str, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{name} was used past the module: sharding has replaced this parameter, and something (a list, a dictionary,"
+        " a closure, a view of it that a module keeps) still holds what it was before. Take it from the module each"
+        " time (self.weight, a property, or a module that is called), or pass data_parallel='ddp', which replaces"
+        " nothing."
+    )
+
+
 class Replaced(nn.Parameter):
     """A plain parameter that a shard has replaced, and something still holds: any use raises."""
 
@@ -27,12 +37,7 @@ class Replaced(nn.Parameter):
     def __torch_function__(cls, *call: Any, **_: Any) -> Any:
         names: list[str] = []
         tree_map_only(cls, lambda used: names.append(used.parameter_name), call)
-        raise RuntimeError(
-            f"{next(iter(names), 'A parameter')} was used past the module: sharding has replaced this parameter, and"
-            " something (a list, a dictionary, a closure) still holds what it was before. Take it from the"
-            " module each time (self.weight, a property, or a module that is called), or pass"
-            " data_parallel='ddp', which replaces nothing."
-        )
+        _refuse_use(next(iter(names), "A parameter"))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.parameter_name}, which a shard has replaced>"
@@ -89,7 +94,9 @@ class ModuleParameters:
             old = self._before.get(path)
             if old is None or old is shard:
                 continue
-            old.data = old.new_empty(0)
+            old.data = old.new_empty(()).expand_as(old)
+            if old.requires_grad:
+                old.register_hook(partial(_refuse_use, path))  # for what was computed of it before
             replaced: Any = old
             replaced.parameter_name = path
             replaced.__class__ = Replaced  # which has a hash of its own

@@ -19,7 +19,7 @@ from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.__main__ import main
 from tests.trainer.exactness import SILENT, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule
-from tests.trainer.runs import CASE, make_trainer
+from tests.trainer.runs import CASE, make_trainer, sampled
 
 FORMS: dict[str, dict[str, Any]] = {
     "shards": {},
@@ -33,7 +33,7 @@ NUM_BATCHES = 4
 
 def forms(*by_default: str) -> list[Any]:
     """All forms of checkpoints as parameters of a test; those that are not named are a sweep."""
-    return [form if form in by_default else pytest.param(form, marks=pytest.mark.sweep) for form in FORMS]
+    return sampled(FORMS, by_default)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -36,10 +36,10 @@ from tests.trainer.exactness import TinyDecoder, full_weights
 from tests.trainer.hugging_face import (
     CAUSAL,
     OwnLoss,
+    llama,
     lora_llama,
     mixtral,
     t5,
-    tied_llama,
     untied_gpt2,
     vera_llama,
 )
@@ -52,7 +52,7 @@ SMALL = "2KB"
 
 class TiedLlama(OwnLoss):
     def __init__(self) -> None:
-        super().__init__(tied_llama())
+        super().__init__(llama())
 
 
 class Adapted(OwnLoss):
@@ -119,7 +119,7 @@ def test_from_pretrained_reads_what_was_trained(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float64
-    started = tied_llama().state_dict()
+    started = llama().state_dict()
     assert weights.keys() == dict(model.named_parameters()).keys()
     for name, value in model.named_parameters():
         assert torch.equal(value, weights[name])
@@ -127,7 +127,7 @@ def test_from_pretrained_reads_what_was_trained(
         assert not torch.equal(value, started[name])
 
 
-@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
+@pytest.mark.parametrize("make_model", [llama, untied_gpt2, t5, mixtral])
 def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None:
     """Ties of several names, none at all, and experts, which get the names that they have on the hub."""
     model = make_model()
@@ -144,7 +144,7 @@ def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None
 
 def test_dtype(tmp_path: Path) -> None:
     """Of floating-point tensors, and of the configuration, which from_pretrained goes by."""
-    model = tied_llama()
+    model = llama()
     model.register_buffer("counted", torch.tensor(2**40 + 1))
     export_hugging_face(model, tmp_path / "out", dtype=torch.bfloat16)
     assert model.dtype == torch.float64
@@ -182,20 +182,20 @@ def test_adapters_alone(
     trained.save_pretrained(tmp_path / "peft")
     assert _of_adapter(tmp_path / "out") == _of_adapter(tmp_path / "peft")
 
-    loaded = PeftModel.from_pretrained(tied_llama(), tmp_path / "out").double()
+    loaded = PeftModel.from_pretrained(llama(), tmp_path / "out").double()
     ids = torch.tensor([[1, 3, 5, 7]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
-    assert not torch.equal(loaded(input_ids=ids).logits, tied_llama()(input_ids=ids).logits)
+    assert not torch.equal(loaded(input_ids=ids).logits, llama()(input_ids=ids).logits)
 
 
 def test_adapters_that_transformers_has_added(tmp_path: Path) -> None:
     """Its own `save_pretrained` writes them alone, too."""
     from peft import LoraConfig, PeftModel
 
-    model = tied_llama()
+    model = llama()
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), "mine")
     export_hugging_face(OwnLoss(model), tmp_path / "out", adapter_only=True)
-    loaded = PeftModel.from_pretrained(tied_llama(), tmp_path / "out").double()
+    loaded = PeftModel.from_pretrained(llama(), tmp_path / "out").double()
     ids = torch.tensor([[1, 3, 5, 7]])
     assert torch.equal(loaded(input_ids=ids).logits, model.double()(input_ids=ids).logits)
 
@@ -204,12 +204,11 @@ def test_refusals(tmp_path: Path) -> None:
     """Each says what to do instead, and leaves nothing behind."""
     from peft import PromptTuningConfig, get_peft_model
 
-    llama = OwnLoss(tied_llama())
-    teacher = OwnLoss(tied_llama())
+    teacher = OwnLoss(llama())
     teacher.teacher = untied_gpt2()
     which = r": model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)\. .*--key"
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    prompted = get_peft_model(tied_llama(), prompts)
+    prompted = get_peft_model(llama(), prompts)
     plain = ModelModule(TinyDecoder(seed=1))
     out = tmp_path / "out"
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -220,7 +219,7 @@ def test_refusals(tmp_path: Path) -> None:
             {},
             "PeftModelForCausalLM has .*default.*adapter_only.*merge_and_unload",
         ),
-        (llama, out, {"adapter_only": True}, "LlamaForCausalLM has no PEFT adapters"),
+        (OwnLoss(llama()), out, {"adapter_only": True}, "LlamaForCausalLM has no PEFT adapters"),
         (prompted, out, {"adapter_only": True}, "computes the parameters of prompt tuning"),
         *((teacher, out, {"prefix": prefix}, which) for prefix in (None, "other", "model.model")),
     ]
@@ -237,7 +236,7 @@ def test_refusals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["hf_quantizer", "distributed_config"])
 def test_what_transformers_would_gather_by_itself(tmp_path: Path, what: str) -> None:
     """On rank 0 alone, which would wait for the others; PEFT leaves a quantised base as it is."""
-    model = tied_llama()
+    model = llama()
     setattr(model if what == "hf_quantizer" else model.config, what, mock.Mock())
     with pytest.raises(CheckpointError, match=r"has a quantization_config or a distributed_config"):
         export_hugging_face(OwnLoss(model), tmp_path / "out")

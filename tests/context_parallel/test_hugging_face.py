@@ -51,7 +51,7 @@ def mixture(kind: str) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": functools.partial(llama, is_tied=True),
+    "llama": llama,
     "qwen3": qwen3,
     "mistral": mistral,
     "gpt2": untied_gpt2,
@@ -132,7 +132,7 @@ class LeavesOut(OwnLoss):
     """Passes all but one entry of the batch to the model."""
 
     def __init__(self, left_out: str) -> None:
-        super().__init__(llama(is_tied=True))
+        super().__init__(llama())
         self.left_out = left_out
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -176,7 +176,7 @@ REFUSED = {
     ),
     "shifted labels": refused(lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
     "shifted again": refused(
-        lambda: ShiftsInTheModel(llama(is_tied=True)), "would shift the labels of a slice of a sequence by"
+        lambda: ShiftsInTheModel(llama()), "would shift the labels of a slice of a sequence by"
     ),
     "encoder-decoder": refused(lambda: OwnLoss(t5()), "computes attention with position_bias"),
     "linear attention": refused(

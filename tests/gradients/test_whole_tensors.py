@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule, fill, plain_weights, prefixed, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer, warnings_of
+from tests.trainer.runs import CASE, TOLERANCE, by_default, loader, make_trainer, sampled, warnings_of
 
 # --- Optimizers that look at a whole tensor: on a part, they compute something else -----------------------------------
 
@@ -215,14 +216,7 @@ class Look(Callback):
         self.num_owned = sum(parameter.numel() for parameter, is_own in owned.items() if is_own)
 
 
-@pytest.mark.parametrize(
-    ("layout", "step"),
-    [
-        pytest.param(layout, step, marks=[] if (layout, step) in BY_DEFAULT else [pytest.mark.sweep])
-        for layout in LAYOUTS
-        for step in OF_STEP
-    ],
-)
+@pytest.mark.parametrize(("layout", "step"), sampled(itertools.product(LAYOUTS, OF_STEP), BY_DEFAULT))
 def test_steps_are_those_of_one_process(layout: str, step: str, request: pytest.FixtureRequest) -> None:
     """Two groups of one optimizer, nested late state, the loss of the closure; ragged windows, clipping."""
     num_ranks, options = LAYOUTS[layout]

@@ -45,7 +45,7 @@ from tests.launch.launched import (
 )
 from tests.processes import ROOT
 from tests.trainer.exactness import micro_batches, relative_error
-from tests.trainer.runs import CASE, SILENT, TOLERANCE, LabelledModule
+from tests.trainer.runs import CASE, SILENT, TOLERANCE, LabelledModule, sampled
 
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
@@ -116,10 +116,7 @@ def results_in(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [name if name == "SIGKILL" else pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPT_FAILS],
-)
+@pytest.mark.parametrize("fault", sampled(SCRIPT_FAILS, ["SIGKILL"]))
 def test_script_fails(runs: Runs, fault: str) -> None:
     """The launching rank, which has trained exactly before, leaves with the cause, also where the other never came."""
     status, folder = runs["fault", fault].result()
@@ -161,10 +158,7 @@ def _interrupt(folder: Path, method: str) -> tuple[int | None, str, float]:
         return launching.exitcode, terminal.close(), seconds
 
 
-@pytest.mark.parametrize(
-    "forked",
-    [name if name == "exception" else pytest.param(name, marks=pytest.mark.sweep) for name in FORK_FAILS],
-)
+@pytest.mark.parametrize("forked", sampled(FORK_FAILS, ["exception"]))
 def test_rank_fails(runs: Runs, forked: str) -> None:
     """All leave, and the launching process raises what names the rank and tells why."""
     status, folder = runs["forked", forked].result()

@@ -42,7 +42,7 @@ from tests.markdown import merged_table, write_section
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.exactness import full_weights
-from tests.trainer.runs import LabelledModule, loader, make_trainer
+from tests.trainer.runs import LabelledModule, loader, make_trainer, sampled
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_exactness import test_weights_equal_one_process
 from tests.trainer.test_layouts import test_unused_once_it_is_unfrozen, test_use_that_differs_between_ranks
@@ -60,11 +60,7 @@ BY_DEFAULT = {
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", sampled(CELLS, BY_DEFAULT), ids=str)
 def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     """The matrix of support; float16 trains here, too."""
     check(cell, request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from lightning_automodel import AutomodelStrategy, token_loss
 from tests.markdown import merged_table, write_record, write_section
 from tests.trainer.cases import Case
 from tests.trainer.exactness import WIDTH, Batch, TinyDecoder
-from tests.trainer.runs import loader, make_trainer
+from tests.trainer.runs import loader, make_trainer, sampled
 from tests.trainer.support import FEATURES, LAYOUTS, Feature, SupportModule, decoder
 
 ACCUMULATE = 2
@@ -254,12 +255,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("layout", "feature"),
-    [
-        pytest.param(layout, feature, marks=[] if (layout, feature) in BY_DEFAULT else [pytest.mark.sweep])
-        for layout in STEADY_LAYOUTS
-        for feature in STEADY
-    ],
+    ("layout", "feature"), sampled(itertools.product(STEADY_LAYOUTS, STEADY), BY_DEFAULT)
 )
 def test_the_host_waits_for_nothing(
     request: pytest.FixtureRequest, layout: str, feature: str, table: Table

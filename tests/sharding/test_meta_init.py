@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.sharding.meta_init import check_initialized, materialize, names_without_values
-from tests.trainer.hugging_face import _SIZES
+from tests.trainer.hugging_face import SIZES
 
 CPU = torch.device("cpu")
 
@@ -248,7 +248,7 @@ def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
 def test_hugging_face_decoders(tied: bool) -> None:
     """The same as from their constructor, non-persistent buffers of the rotary embedding included."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**_SIZES, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
     torch.manual_seed(3)
     model = filled(lambda: transformers.LlamaForCausalLM(config))
     assert "model.rotary_emb.inv_freq" in dict(model.named_buffers())

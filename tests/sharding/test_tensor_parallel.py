@@ -40,7 +40,7 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.hugging_face import _SIZES, filled
+from tests.trainer.hugging_face import SIZES, filled
 from tests.trainer.plain import ModelModule, plain_weights, prefixed
 from tests.trainer.refusals import Refused, check_refused
 from tests.trainer.runs import decoder, first_by_default, make_trainer
@@ -305,7 +305,7 @@ ROUNDING = 1e-7
 """These models normalise and take softmaxes in float32, where a last digit in float64 can flip one of 6e-8."""
 HF_CASE = Case(seed=32, telling="labels", num_batches=4, num_ranks=1)
 SIZES: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,

@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
         *("64-true", ["kept"]),
         ["held"],
     ),
+    "student.head.weight was used past the module": ("64-true", ["kept"], ["view"]),
     # FSDP2 has the values of the forward or new ones; one process has those that how they are written demands.
     "was written between a forward and its backward": (
         *("64-true", ["resharded", "kept"]),
@@ -212,7 +213,14 @@ REFUSED: dict[str, tuple[str, list[str], Iterable[str]]] = {
     "nothing was refused": ("bf16-mixed", ["kept"], ["clamped-batch_start", "reads"]),
 }
 READ: dict[str, Any] = {"array": (writers.WritesHead, ("read as an array", "start"))}
-MAKERS = {**CASES, **UNCOUNTED, **INITIALISED, **READ, "held": (writers.WritesHeld, ())}
+MAKERS = {
+    **CASES,
+    **UNCOUNTED,
+    **INITIALISED,
+    **READ,
+    "held": (writers.WritesHeld, ()),
+    "view": (writers.KeepsView, ()),
+}
 
 
 def _refused(every: bool) -> dict[tuple[str, str, str], str]:
@@ -249,10 +257,6 @@ def test_each_row_tells_ranks_apart(row: int) -> None:
 # --- Past the module --------------------------------------------------------------------------------------------------
 
 
-class ReplacedWeight(Replaced):
-    parameter_name = "weight"
-
-
 USES: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda old: old.T,
     "data": lambda old: old.data,
@@ -269,7 +273,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 def test_any_use_raises(use: str) -> None:
     """But as a key, and to be shown."""
     old: Any = nn.Parameter(torch.zeros(0))
-    old.__class__ = ReplacedWeight
+    old.parameter_name = "weight"
+    old.__class__ = Replaced
     assert {old: 1}[old] == 1
     assert repr(old) == "<weight, which a shard has replaced>"
     with pytest.raises(RuntimeError, match="weight was used past the module"):
@@ -279,7 +284,8 @@ def test_any_use_raises(use: str) -> None:
 def _beside_a_shard() -> None:
     shard = make_shard(distribute_tensor(torch.ones(3, 1), init_device_mesh("cpu", (2,)), [Rows(0)]))
     old: Any = nn.Parameter(torch.zeros(0))
-    old.__class__ = ReplacedWeight
+    old.parameter_name = "weight"
+    old.__class__ = Replaced
     (shard * old).sum()
 
 

@@ -218,6 +218,17 @@ class WritesHeld(Writer):
             return self.distance(batch)
 
 
+class KeepsView(Writer):
+    """Decays rows of a weight by a view that was taken before it was sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.student.head.weight[1:]
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.distance(batch) + self.rows.square().sum()
+
+
 class NormalisesInForward(Block):
     """Writes its weight in its own forward, as a cosine classifier does."""
 

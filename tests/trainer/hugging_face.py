@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(is_tied: bool = False) -> PreTrainedModel:
+def llama(is_tied: bool = True) -> PreTrainedModel:
     """A decoder; its embedding and head may be one matrix, as SmolLM2's are."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,7 +118,7 @@ def vera_llama() -> nn.Module:
 def _adapted(config: Any) -> nn.Module:
     from peft import get_peft_model
 
-    model = get_peft_model(llama(is_tied=True), config)
+    model = get_peft_model(llama(), config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return filled(model, only=trainable)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -46,15 +46,21 @@ def by_default(values: Mapping[str, Any], *names: str) -> list[Any]:
     ]
 
 
-def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """All values (of several arguments as tuples); those behind the first `count` run in the sweep alone."""
+def sampled(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
+    """All values (of several arguments as tuples); those that are not `chosen` run in the sweep alone."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=[] if index < count else [pytest.mark.sweep],
+            marks=[] if value in chosen else [pytest.mark.sweep],
         )
-        for index, value in enumerate(values)
+        for value in values
     ]
+
+
+def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """All values (of several arguments as tuples); those behind the first `count` run in the sweep alone."""
+    listed = list(values)
+    return sampled(listed, listed[:count])
 
 
 def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:

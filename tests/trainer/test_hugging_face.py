@@ -6,7 +6,6 @@ No code knows one architecture: what becomes a unit is what the model says must 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,10 +31,9 @@ from tests.trainer.hugging_face import (
 from tests.trainer.plain import differ_by_rank, prefixed
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_trainer, warnings_of
 
-TIED = partial(llama, is_tied=True)
 ENGINES = {name: STRATEGIES[name] for name in ("kept", "resharded", "ddp")}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Case, list[str]]] = {
-    "tied_decoder": (TIED, CAUSAL, [f"model.model.layers.{i} (LlamaDecoderLayer)" for i in range(2)]),
+    "tied_decoder": (llama, CAUSAL, [f"model.model.layers.{i} (LlamaDecoderLayer)" for i in range(2)]),
     "encoder_decoder": (
         t5,
         SEQ2SEQ,
@@ -106,7 +104,7 @@ def test_which_models_shift_labels() -> None:
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("make_model", "case", "shift", "advice"),
-    [(TIED, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "any other needs label_shift=0")],
+    [(llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "any other needs label_shift=0")],
 )
 def test_wrong_shift(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str

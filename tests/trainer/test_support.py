@@ -19,6 +19,7 @@ import torch
 from tests.markdown import merged_table
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import weight_error
+from tests.trainer.runs import sampled
 from tests.trainer.support import (
     CELLS,
     FEATURES,
@@ -77,11 +78,7 @@ def pool(request: pytest.FixtureRequest, cell: Cell) -> RankPool:
     return request.getfixturevalue(f"pool{LAYOUTS[cell.layout].world_size}")
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.sweep]) for cell in CELLS],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", sampled(CELLS, BY_DEFAULT), ids=str)
 def test_cell(cell: Cell, pool: RankPool, table: dict[Cell, Status]) -> None:
     """Weights are those of the plain loop within the precision's rounding, or the same refusal on every rank."""
     if reason := reason_not_to_run(cell, torch.cuda.device_count()):
