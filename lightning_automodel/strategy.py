@@ -425,7 +425,7 @@ class AutomodelStrategy(ParallelStrategy):
         timeout = self._options.parsed_timeout
         self._barriers.clear()
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
-        self._run = None  # no hook before `setup` shall take the last one for its own
+        self._run = None  # no hook before `setup` may take the last run for its own
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         if self.lightning_module is not None:  # a plain script may start the launcher by itself

@@ -1,4 +1,4 @@
-"""What callbacks need to know of the Trainer, whose strategy may be any, and of ours."""
+"""What callbacks need to know of the Trainer and its strategy, ours or another."""
 
 import os
 

@@ -38,7 +38,7 @@ class StopAgreement:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._reason: str | None = None  # why this rank asks
-        self.is_asked_here = False  # whether this rank asked to stop, be it besides a request to requeue
+        self.is_asked_here = False  # whether this rank asked to stop, also beside a request to requeue
         self._has_promised = False
         self._may_go_on = threading.Event()  # nothing is left to wait for: it is decided, or will never be
         self.step = 0  # that this rank is in, from 1

@@ -14,7 +14,7 @@ Kind = Literal["labels", "class weights", "cross-entropies", "numbers", "all ran
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
 _LINEAR = ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink")
-"""Functions of which each element of the output is the sum of some of the inputs, but for their signs."""
+"""Functions whose output elements are sums of some of the inputs, up to signs."""
 _COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
 """In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)``
 calls too, and of its functional collectives."""

@@ -159,7 +159,7 @@ class RankAgreement:
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
 
-        ``waits`` for the device; or else compares as far as that has come.
+        ``waits`` for the device; otherwise compares as far as the device has come.
         """
         while self._unchecked and (waits or self._unchecked[0][0].query()):
             event, check = self._unchecked.popleft()

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 DATA: Any = Tensor.data
 GRAD: Any = Tensor.grad
 REQUIRES_GRAD: Any = Tensor.requires_grad
-"""The descriptors of attributes that classes of ours replace."""
+"""The descriptors of attributes that our classes replace."""
 
 plain_access: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is not called: what runs in it sees ordinary DTensors."""

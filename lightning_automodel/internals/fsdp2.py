@@ -403,7 +403,7 @@ def make_unsharded(group: FSDPParamGroup) -> None:
 def gather_elsewhere(param: FSDPParam) -> Tensor:
     """Let FSDP2 gather a parameter to other memory from now on, which it also frees. Returns it, in the copy's shape.
 
-    The memory so far stays with whoever has saved it for a backward.
+    A backward that has saved the earlier memory keeps it.
     """
     whole = local_tensor(param.unsharded_param)
     param.all_gather_outputs[0] = memory = torch.empty_like(param.all_gather_outputs[0])

@@ -72,7 +72,7 @@ def sync_lists_by(gather: Callable[..., list[Any]], metric: Metric, patches: Pat
 def metrics_in(module: LightningModule) -> dict[str, Metric]:
     """All TorchMetrics of ``module``, of the callbacks and of the data module by name.
 
-    Also those that are no submodules: in attributes of theirs, and in nested dicts and lists there.
+    Also those that are not submodules: in attributes, and in nested dicts and lists there.
     """
     trainer: Any = module.trainer
     holders: dict[str, Any] = dict(module.named_modules())

@@ -204,7 +204,7 @@ class TrainingLoaders:
     def iterate(self, data_fetcher: Any) -> None:
         """Iterate the loaders again: Lightning has done it in set-up, before they got their positions.
 
-        Random states stay, but for those of samplers, from which workers have drawn.
+        Random states stay, except for those of samplers, from which workers have drawn.
         """
         before = [(loader, rng.own_states(loader)) for loader in map(unwrap_loader, self._all())]
         with isolate_rng():

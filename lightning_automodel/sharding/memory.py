@@ -104,7 +104,7 @@ def estimate(parameters: Iterable[nn.Parameter], device: torch.device) -> dict[s
 def free_bytes(device: torch.device, local_ranks: int) -> int:
     """Bytes that this rank may still allocate on ``device``, 0 if that is unknown.
 
-    On a CPU the rank's share of the machine's memory, whoever else uses it.
+    On a CPU, the rank's share of the machine's memory, whatever other processes use.
     """
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks

@@ -97,7 +97,7 @@ def foreach(call: Call) -> Any:
 def part_like(value: Any, like: Any, is_followed: bool) -> Any:
     """This rank's part of what a tensor is when it broadcasts to ``like``, which is sharded.
 
-    What is no tensor is returned as it is, and so are plain tensors, if ``like`` is one too. ``is_followed``
+    Values that are not tensors are returned unchanged, and so are plain tensors if ``like`` is one too. ``is_followed``
     says whether autograd follows the computation. Gradients of other layouts need whole tensors.
     """
     if not isinstance(value, Tensor):

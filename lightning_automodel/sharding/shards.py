@@ -177,8 +177,8 @@ def shard_parameters(
 ) -> None:
     """Let all parameters of FSDP2 ``units`` compute like whole tensors, from now on, also after a run.
 
-    ``named`` are those of the whole module. ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient
-    hooks of theirs, since gradients are final then.
+    ``named`` are those of the whole module. ``accept_hooks``: whether FSDP2 may call their post-accumulate-gradient
+    hooks, because gradients are final then.
     """
     names = {id(parameter): without_wrappers(name) for name, parameter in named.items()}
     for group in fsdp2.groups_of(units):

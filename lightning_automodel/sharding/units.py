@@ -18,7 +18,7 @@ WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
 
 HEAD_ELEMENTS = 2**24
-"""From this size on, a head's gradient is reduced by itself: for a smaller one, a collective more costs too much."""
+"""The size from which a head's gradient is reduced by itself. For a smaller one, another collective costs too much."""
 
 _IS_HEAD = "lightning_automodel_head"
 

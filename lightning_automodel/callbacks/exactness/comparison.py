@@ -121,7 +121,7 @@ def _measure(step: StepResult, replay: Replay, exact: Parts, again: Parts) -> No
         raise ReplayError("gradients are not finite, or are zero in the replay alone")
     least = recorder.epsilon if recorder.is_half else _LEAST_EPSILONS * recorder.epsilon
     limit = _ROUNDING_FACTOR * step.rounding + least
-    # Its rounding, and its share of all rounding: it may be zero but for rounding.
+    # A gradient may be zero up to rounding: its own, or its share of all rounding.
     numel = torch.tensor([parameter.numel() for parameter in recorder.parameters.values()])
     share = (numel / numel[size > 0].sum().clamp(min=1)).sqrt()
     size /= total
