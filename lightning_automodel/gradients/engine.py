@@ -30,16 +30,16 @@ class Engine:
         group: The ranks that gradients are averaged over; None for one rank.
         shares_buffers: Whether ranks take buffers from the first one.
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
-        reached: The parameters that the backward has given gradients, of those that are tracked; between backwards of
-            the strategy, those that others have.
+        reached: The tracked parameters that got gradients since this list was last cleared: in the strategy's own
+            backward from that one, in between from a foreign one.
         tracked: The parameters for which :attr:`reached` is noted.
         backward: The backward of the strategy that runs, from before :meth:`begin` on; else None. The windows set it
             when they set older gradients aside; from then on an exception must put these back.
         model: What to call the module's steps on.
-        unit_order: A hash of the sequence of units that this rank has gathered and reduced since ranks compared
-            evaluations; equal on ranks that used the same.
-        write_digest: [] a number of which sharded parameters and gradients this rank has written, and with which
-            tensors and numbers: the same on ranks that have written alike.
+        unit_order: A hash of the sequence of units that this rank has gathered and reduced since ranks last compared
+            evaluations. Ranks that used the same units have the same hash.
+        write_digest: [] a number made of what this rank has written to sharded parameters and gradients. Ranks that
+            have written the same have the same number.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
