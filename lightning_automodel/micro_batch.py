@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from lightning_automodel.advice import Advice, BackwardHooks, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.engine import Engine, when_backward_ends
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.rank_agreement import Position
 from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.window_records import Window
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.replicas import check_gradients_of_peers
@@ -207,7 +208,7 @@ class MicroBatches:
                 backward = windows.set_aside(window, engine.ends_window, self._step.is_padding)
             engine.begin(backward, loss)
             if objective.requires_grad:
-                when_backward_ends(objective, self._end_backward)
+                torch_internals.when_backward_ends(objective, self._end_backward)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
             if engine.backward is not None:

@@ -1,26 +1,14 @@
 """What the strategy and the algebra ask of an engine, here without any communication."""
 
-import math
-import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel.gradients.rank_agreement import HUGE, TINY, fingerprint
+from lightning_automodel.gradients.rank_agreement import WriteDigest
 from lightning_automodel.gradients.window_records import BackwardPass
-from lightning_automodel.internals.torch import Reached, queue_callback
-
-
-def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
-    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
-
-    If backwards are nested, the one of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks
-    too, which they queue later: so a callback queues ``function``.
-    """
-    output.register_hook(lambda _: queue_callback(partial(queue_callback, function)))
+from lightning_automodel.internals.torch import Reached
 
 
 class Engine:
@@ -38,8 +26,7 @@ class Engine:
         model: What to call the module's steps on.
         unit_order: A hash of the sequence of units that this rank has gathered and reduced since ranks last compared
             evaluations. Ranks that used the same units have the same hash.
-        write_digest: [] a number made of what this rank has written to sharded parameters and gradients. Ranks that
-            have written the same have the same number.
+        written: What this rank has written to sharded parameters and gradients.
         first_peer: The first of the ranks that gather together with this one.
         ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
@@ -54,7 +41,7 @@ class Engine:
         self.group = group
         self.backward: BackwardPass | None = None
         self.reached = Reached()
-        self.write_digest: Tensor | float = 0.0
+        self.written = WriteDigest()
         self.ends_window = True
         self.tracked: set[nn.Parameter] = set()
 
@@ -66,29 +53,6 @@ class Engine:
 
     def _watch(self, parameter: nn.Parameter) -> None:
         self.reached.watch(parameter)
-
-    def add_to_write_digest(self, what: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
-        """Note ``what`` this rank writes, and with which values, to be compared where the next window ends.
-
-        Each rank holds a part of a parameter and its gradient, so that all must write alike.
-        """
-        if self.group is None:
-            return
-        values: Tensor | float = 1.0
-        for number in numbers:
-            # Rounding, by which ranks may differ, hardly moves it. NaN and infinities count as a number too.
-            values = values + (number < 0) + math.log(min(HUGE, abs(number)) + TINY)
-        for tensor in tensors:
-            values = values + fingerprint(tensor)
-        # The same values, written to another parameter, give another number.
-        weight = 1.0 + zlib.crc32(what.encode()) / 2**32
-        self.write_digest = self.write_digest + weight * values
-
-    def take_write_digest(self) -> Tensor | float:
-        """[] the number of what this rank has written since it was last taken."""
-        number = self.write_digest
-        self.write_digest = 0.0
-        return number
 
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:
@@ -165,7 +129,7 @@ class Engine:
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch, which ranks may have left in different places."""
-        self.write_digest = 0.0
+        self.written.take()
 
     def close(self) -> None:
         """Remove hooks from the model."""

@@ -181,7 +181,7 @@ class OptimizerSteps:
         parameters = optimizer_parameters(optimizer)
         replicated = [p for p in parameters if not isinstance(p, DTensor)]
         # Norms of shards differ by rank: what was written to shards is compared instead.
-        number = fingerprint(rescale_clip.total_norm(replicated)) + windows.engine.take_write_digest()
+        number = fingerprint(rescale_clip.total_norm(replicated)) + windows.engine.written.take()
         if not windows.agreement.has_written_alike(number):
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step with gradients that differ between ranks. No"

@@ -1,7 +1,9 @@
 """What ranks tell each other where a window ends: its sums, in which batch they end it, and which units they used."""
 
+import math
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -50,9 +52,9 @@ DIFFERENT_WRITES = (
 
 _NUM_SUMS = 4093
 """Sums of what is written to a parameter by which ranks compare it: a prime, which no width of a matrix divides."""
-TINY = 1e-30
+_TINY = 1e-30
 """In place of zero, which has no logarithm."""
-HUGE = 1e300
+_HUGE = 1e300
 """In place of infinity, and of NaN, which is equal to nothing."""
 _MODULUS = 2**20 - 3
 """A prime, so small that float64 holds the sum over ranks of squares of smaller numbers exactly."""
@@ -74,8 +76,36 @@ def fingerprint(values: Tensor) -> Tensor:
     entries[: len(rest)] += rest
     entries = entries.nan_to_num(nan=2.0, posinf=3.0, neginf=-3.0)  # NaN is equal to nothing
     places = torch.arange(len(entries), dtype=entries.dtype, device=entries.device)
-    norm = entries.norm().clamp(min=TINY)
+    norm = entries.norm().clamp(min=_TINY)
     return entries.dot(places.cos()) / norm + norm.log()
+
+
+class WriteDigest:
+    """A number [] made of what this rank has written to sharded parameters and gradients.
+
+    Each rank holds a part of them, so that all must write alike. Ranks that have done so have the same number.
+    """
+
+    def __init__(self) -> None:
+        self._number: Tensor | float = 0.0
+
+    def add(self, what: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
+        """Note ``what`` this rank writes, and with which values, to be compared where the next window ends."""
+        values: Tensor | float = 1.0
+        for number in numbers:
+            # Rounding, by which ranks may differ, hardly moves it. NaN and infinities count as a number too.
+            values = values + (number < 0) + math.log(min(_HUGE, abs(number)) + _TINY)
+        for tensor in tensors:
+            values = values + fingerprint(tensor)
+        # The same values, written to another parameter, give another number.
+        weight = 1.0 + zlib.crc32(what.encode()) / 2**32
+        self._number = self._number + weight * values
+
+    def take(self) -> Tensor | float:
+        """The number of what was written since it was last taken."""
+        number = self._number
+        self._number = 0.0
+        return number
 
 
 class Position(NamedTuple):

@@ -179,7 +179,7 @@ class GradientWindows:
         Reads the device.
         """
         dtype = wide_dtype(self.device)
-        number = torch.as_tensor(self.engine.take_write_digest(), dtype=dtype, device=self.device)
+        number = torch.as_tensor(self.engine.written.take(), dtype=dtype, device=self.device)
         if self.divisor > 1 and not self.agreement.has_written_alike(number):
             raise RuntimeError(DIFFERENT_WRITES)
 
@@ -322,7 +322,7 @@ class GradientWindows:
                 of micro-batches than it has counted ahead.
         """
         window = backward.window
-        written = self.engine.take_write_digest()
+        written = self.engine.written.take()
         totals, unused = self.agreement.sum_over_ranks(window, own, written, backward.zero_filled)
         for parameter in unused:
             GRAD.__set__(parameter, None)

@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -268,8 +269,16 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Lets autograd call a function when the backward that runs has ended, before it returns."""
+_queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+
+def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
+    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
+
+    If backwards are nested, the one of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks
+    too, which they queue later: so a callback queues ``function``.
+    """
+    output.register_hook(lambda _: _queue_callback(partial(_queue_callback, function)))
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:

@@ -183,11 +183,11 @@ def note_write(shards: Sequence[Any], function: str, values: Sequence[Any]) -> N
     """Let ranks compare which parameters, or their gradients, each has written, with which tensors and numbers."""
     reference = getattr(shards[0], "engine_ref", None)
     engine = None if reference is None else reference()
-    if engine is None:
+    if engine is None or engine.group is None:
         return
     tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor | View)]
     what = " ".join([function, *map(name_of, shards)])
-    engine.add_to_write_digest(what, tensors, [v for v in values if isinstance(v, int | float)])
+    engine.written.add(what, tensors, [v for v in values if isinstance(v, int | float)])
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from lightning_automodel.callbacks.exactness.counting import Counting, MicroBatc
 from lightning_automodel.callbacks.exactness.module_state import snapshot_of
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.data.tensors import checksum
-from lightning_automodel.gradients.engine import when_backward_ends
 from lightning_automodel.gradients.loss_graph import averaged_parts
 from lightning_automodel.gradients.token_loss import loss_of
 from lightning_automodel.gradients.window_records import BackwardPass, Window
@@ -194,7 +193,7 @@ class Recorder:
         if not window.micro_batches:
             loss.register_hook(self._note_older)
         window.micro_batches.append(self._newest)
-        when_backward_ends(loss, self._subtract_older)
+        torch_internals.when_backward_ends(loss, self._subtract_older)
 
     def _note_older(self, _: Tensor) -> None:
         self._older = self.gradients()
