@@ -74,6 +74,28 @@ GRADIENTS_OF_EXPERTS = (
 )
 """Why a backward that is not the strategy's must not reach spread experts."""
 
+_BYPASSED = (
+    "that FSDP2 shards got a gradient that it does not reduce, since training_step uses them outside of their"
+    " unit's forward. A step that takes a state dict uses shards after it: take it in a hook. Code that calls"
+    " only modules in a unit does that: call the unit itself (strategy.describe()['units'] has them), or pass an"
+    f" auto_wrap_policy with the classes of what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS}"
+    " For a method that differentiates by module.parameters(), as adjoint methods do, pass"
+    " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is gathered during"
+    " all of training_step."
+)
+
+_EXPERTS_WITHOUT_DATA = (
+    "This rank has evaluated all its data, and other ranks have not: it cannot take part in their forwards,"
+    " which send tokens to the experts that it holds (expert_parallel_size > 1). Give all ranks equally many"
+    " batches: Trainer(limit_val_batches=...), or limit_test_batches or limit_predict_batches, with as many as"
+    " each rank has, or a DistributedSampler with drop_last=True."
+)
+
+_ZEROED_IN_PART = (
+    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the middle of a"
+    " window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass"
+    " True or False."
+)
 
 _STEP_ENDS = -1
 """Told in place of the number of a unit."""
@@ -313,17 +335,7 @@ class FSDP2Engine(Engine):
             if isinstance(leaf, Shard):
                 bypassed.append(leaf.parameter_name)
         if bypassed:
-            raise RuntimeError(
-                f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters that FSDP2 shards got a"
-                " gradient that it does not reduce, since training_step uses them outside of their unit's"
-                " forward. A step that takes a state dict uses shards after it: take it in a hook. Code that"
-                " calls only modules in a unit does that: call the unit itself"
-                " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of"
-                f" what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that"
-                " differentiates by module.parameters(), as adjoint methods do, pass"
-                " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
-                " is gathered during all of training_step."
-            )
+            raise RuntimeError(f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters {_BYPASSED}")
         for shard in self.gathered.written_before_backward:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
@@ -355,13 +367,7 @@ class FSDP2Engine(Engine):
     @override
     def join_evaluation(self, leader: int) -> None:
         if self._experts:
-            raise RuntimeError(
-                "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
-                " their forwards, which send tokens to the experts that it holds (expert_parallel_size >"
-                " 1). Give all ranks equally many batches: Trainer(limit_val_batches=...), or"
-                " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
-                " DistributedSampler with drop_last=True."
-            )
+            raise RuntimeError(_EXPERTS_WITHOUT_DATA)
         with self.apart(Phase.STEP):
             while (index := self._told(leader, _STEP_ENDS)) != _STEP_ENDS:
                 unit = self.gathered.units[index].module
@@ -403,11 +409,7 @@ class FSDP2Engine(Engine):
             if fsdp2.holds_partial_reduction(group) and any(
                 p not in owned and p.sharded_param in self.tracked for p in group.fsdp_params
             ):
-                raise RuntimeError(
-                    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
-                    " the middle of a window whose replicas have not been added up:"
-                    " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
-                )
+                raise RuntimeError(_ZEROED_IN_PART)
             fsdp2.clear_unreduced_gradients(group, owned)
         if parameters is None:
             self._reduce_as(BY_FSDP2)

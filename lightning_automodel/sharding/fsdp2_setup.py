@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import nn
@@ -73,18 +73,22 @@ def shard_module(
         report["reshard_after_forward"] = False
     elif plan is not None:
         report["reshard_after_forward"] = options.reshard_after_forward
-    is_cpu = placement.device.type == "cpu"
-    ahead = options.prefetch
-    if mesh.fsdp.size() == 1:
-        ahead = 0
-    elif ahead == "auto":
-        ahead = int(is_cpu)
-        report["prefetch_reason"] = (
-            "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0"
-        )
-    report |= {"prefetch": ahead, "cpu_offload": options.cpu_offload}
+    report |= _choose_prefetch(options.prefetch, placement)
+    report["cpu_offload"] = options.cpu_offload
     retains_unsharded = not report["reshard_during_accumulation"]
-    return FSDP2Settings(report["defer_fsdp_grad_sync"], retains_unsharded, ahead, report)
+    return FSDP2Settings(report["defer_fsdp_grad_sync"], retains_unsharded, report["prefetch"], report)
+
+
+def _choose_prefetch(asked: int | Literal["auto"], placement: Placement) -> dict[str, Any]:
+    """How many units ahead all-gathers start, and why, for ``describe()``."""
+    if placement.mesh.fsdp.size() == 1:
+        return {"prefetch": 0}
+    if asked != "auto":
+        return {"prefetch": asked}
+    return {
+        "prefetch": int(placement.device.type == "cpu"),
+        "prefetch_reason": "auto: 1 on a CPU, where FSDP2 by itself waits for each all-gather, else 0",
+    }
 
 
 def _report_on_units(
