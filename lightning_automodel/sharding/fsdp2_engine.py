@@ -75,9 +75,9 @@ GRADIENTS_OF_EXPERTS = (
 """Why a backward that is not the strategy's must not reach spread experts."""
 
 _BYPASSED = (
-    "that FSDP2 shards got a gradient that it does not reduce, since training_step uses them outside of their"
-    " unit's forward. A step that takes a state dict uses shards after it: take it in a hook. Code that calls"
-    " only modules in a unit does that: call the unit itself (strategy.describe()['units'] has them), or pass an"
+    "parameters that FSDP2 shards got a gradient that it does not reduce, since training_step uses them outside"
+    " of their unit's forward. A step that takes a state dict uses shards after it: take it in a hook. Code that"
+    " calls only modules in a unit does that: call the unit itself (strategy.describe()['units'] has them), or pass an"
     f" auto_wrap_policy with the classes of what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS}"
     " For a method that differentiates by module.parameters(), as adjoint methods do, pass"
     " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is gathered during"
@@ -335,7 +335,7 @@ class FSDP2Engine(Engine):
             if isinstance(leaf, Shard):
                 bypassed.append(leaf.parameter_name)
         if bypassed:
-            raise RuntimeError(f"{', '.join(bypassed[:3])}: {len(bypassed)} parameters {_BYPASSED}")
+            raise RuntimeError(f"{', '.join(bypassed[:3])}: {len(bypassed)} {_BYPASSED}")
         for shard in self.gathered.written_before_backward:
             if shard in reached:
                 raise RuntimeError(f"{shard.parameter_name} {WRITTEN_BEFORE_BACKWARD}")
