@@ -36,7 +36,7 @@ class Slices:
 
     def gather_mask(self, attention_mask: Tensor) -> Tensor:
         """[b, s] of each rank's positions to [b, w * s] of all. A collective over the ranks that share the batch."""
-        return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
+        return whole((attention_mask != 0)[..., None], self)[..., 0]
 
 
 # Slices of the running step or backward. Not a context variable: autograd's threads may recompute.

@@ -51,7 +51,10 @@ class FirstStepCheck:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context of the step: remembers the outermost calls of modules, the LightningModule among them."""
+        """Context of the step: remembers the outermost calls of modules, the LightningModule among them.
+
+        The step is not compiled, since torch would trace the hooks that watch it.
+        """
         original = getattr(self._module, self._step)
         depth = 0
 
@@ -71,7 +74,7 @@ class FirstStepCheck:
             with _hooked(self._module, after, before):
                 return original(*args, **kwargs)
 
-        with PatchStack() as patches:
+        with PatchStack() as patches, torch.compiler.set_stance("force_eager"):
             patches.set(self._module, self._step, step)
             yield
 
@@ -213,22 +216,15 @@ class FirstPositions:
         return tensor[:, self.sliced.own_positions(tensor.device)]
 
 
-def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that may get hooks, which excludes compiled ones: ``torch.compile`` would trace the hooks."""
-    is_wrapper = torch_internals.uncompiled(module) is not module
-    if is_wrapper or not (torch_internals.is_compiled(module) or isinstance(module, Metric)):
-        yield module
-        for child in () if is_wrapper else module.children():
-            yield from _uncompiled(child)
-
-
 @contextmanager
 def _hooked(
     module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None
 ) -> Iterator[None]:
-    """Context in which all modules at or below ``module`` have these forward hooks."""
+    """Context in which all modules at or below ``module`` have these forward hooks, but for metrics."""
     with ExitStack() as hooks:
-        for submodule in dict.fromkeys(_uncompiled(module)):
+        for submodule in module.modules():
+            if isinstance(submodule, Metric):
+                continue
             if before is not None:
                 hooks.enter_context(submodule.register_forward_pre_hook(before, with_kwargs=True))
             # Always: recomputation in a backward stops modules by an exception.

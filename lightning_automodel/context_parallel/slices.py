@@ -35,7 +35,6 @@ class SequenceSlices:
         self.chunks = rank, self._num_chunks - 1 - rank
         self._adds_mask = adds_mask
         labels = dict.fromkeys((options.label_key, SHIFTED_LABELS), options.ignore_index)
-        self.ignore_index = options.ignore_index
         self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, **labels}
 
     def describe(self, batch: Any, group: dist.ProcessGroup | None) -> Slices:

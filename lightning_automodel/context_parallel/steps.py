@@ -38,7 +38,7 @@ class ContextParallelSteps:
         self._module = module
         self.group = mesh.get_group()
         self._plugin = plugin
-        self._count_label_tokens = options.count_label_tokens
+        self._options = options
         adds_mask = let_models_attend_across(module, patches)
         self.slices = SequenceSlices(mesh.get_local_rank(), options, adds_mask)
         self._newest: Slices | None = None
@@ -58,7 +58,7 @@ class ContextParallelSteps:
         if not is_first:
             return sliced
         check_same_batch(batch, self.group, "context-parallel")
-        count = self._count_label_tokens
+        count = self._options.count_label_tokens
         if count is not None:
             of_whole = float(count(self.slices.complete(batch)))
             counts = gather_objects(float(count(sliced)), self.group)
@@ -96,7 +96,7 @@ class ContextParallelSteps:
                 return (
                     f"The loss holds a mean over the {num_positions} positions of a slice, some of which are padding:"
                     f" sequences of {slices.length} positions were padded, for slices of equal length. Multiply by a"
-                    f" mask (labels != {self.slices.ignore_index}) and divide by its sum, or let the collate function"
+                    f" mask (labels != {self._options.ignore_index}) and divide by its sum, or let the collate function"
                     f" pad to a multiple of {2 * self.group.size()}."
                 )
         return ""

@@ -156,7 +156,8 @@ class OptimizerSteps:
                     f"{name}.step() in the middle of an accumulation window: {window.num_micro_batches}"
                     " backward(s) have accumulated and none has synchronised. Step after a backward outside"
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
-                    " the window up."
+                    " the window up. Where training_step has returned None for the window's last batch,"
+                    " return a loss of zero instead, logits.sum() * 0.0, with a count of zero."
                 )
         unsynchronised = windows.unsynchronised.intersection(parameters)
         if any(parameter.grad is not None for parameter in unsynchronised):

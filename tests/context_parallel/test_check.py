@@ -125,6 +125,7 @@ def refused(
 
 REFUSED = {
     "one layer by hand": refused(OneByHand, LAYER),
+    "compiled": refused(OneByHand, LAYER, compile={"backend": "eager"}),
     "in evaluation alone": refused(EvaluatesByHand, LAYER, validates_first=True),
     "other positions": refused(CountsFromZero, "gives something else on slices"),
     "pooled": refused(Pools, "gives something else on slices"),
