@@ -134,6 +134,11 @@ class SeveralDtypes(Net):
         return self.net[2](hidden.double()).pow(2).mean()
 
 
+class MeetsATable(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch)[None] @ torch.eye(4).bfloat16()[None]).pow(2).mean()
+
+
 class FreesMemory(Net):
     """As operators of a new device may return tensors without memory: nothing of FSDP2's."""
 
@@ -171,9 +176,7 @@ def refused(make: type[Net], message: str, options: dict[str, Any], **settings: 
 REFUSED = {
     "too-large": refused(TooLarge, "parameters stay gathered and gradients unsharded until a", {}),
     "penalty-in-a-hook": refused(PenaltyInHook, "A backward with create_graph=True in a hook, or", {}),
-    "copies-itself": refused(
-        CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make", {}
-    ),
+    "copies-itself": refused(CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses", {}),
     "pickles-itself": refused(
         PicklesItself, "PicklingError: A sharded module, of which this rank holds a", {}
     ),
@@ -183,9 +186,13 @@ REFUSED = {
     "sparse": refused(Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding", {}),
     "sparse-buffer": refused(SparseBuffer, "ValueError: neighbours is sparse, and cannot be sent", {}),
     "several-dtypes": refused(
-        SeveralDtypes,
-        "Trainable parameters of one FSDP unit have several dtypes, and FSDP2 reduces their gradients in one.",
-        {"auto_wrap_policy": set()},
+        SeveralDtypes, "one FSDP unit have several dtypes", {"auto_wrap_policy": set()}
+    ),
+    "meets-a-table": refused(
+        MeetsATable,
+        "Under a mixed precision FSDP2 casts parameters of its units",
+        {},
+        precision="bf16-mixed",
     ),
     "unused": refused(Unused, UNREDUCED, DDP, accumulate_grad_batches=2),
     "frozen-later": refused(FreezesLater, UNREDUCED, DDP),
