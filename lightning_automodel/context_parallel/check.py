@@ -98,8 +98,8 @@ class FirstStepCheck:
                     found.append(
                         f"{name} gives something else on slices of sequences than on whole ones: off by"
                         f" {error:.2g} of its size on the first {first.length} positions of the first batch."
-                        " In it, or just before, positions are mixed within this rank's slice alone, or"
-                        " counted from its start: attend by"
+                        " In it, or just before, positions are mixed, or normalised over, within this rank's"
+                        " slice alone, or counted from its start: attend by"
                         " lightning_automodel.context_parallel_attention(query, key, value), and take"
                         " positions from batch['position_ids']. (Or it draws random numbers in evaluation"
                         " mode too, so that it cannot be compared.)"
@@ -171,7 +171,8 @@ class FirstStepCheck:
         ):
             patches.callback(ModuleState(self._module).restore)
             for submodule in self._module.modules():
-                patches.set(submodule, "training", False)
+                if getattr(submodule, "running_mean", None) is None:  # else it takes them over positions
+                    patches.set(submodule, "training", False)
                 for value in vars(submodule).values():
                     if isinstance(value, list):  # as user hooks fill
                         patches.callback(value.__setitem__, slice(None), list(value))

@@ -103,6 +103,15 @@ class Draws(DecoderModule):
         self.model.embedding.register_forward_hook(lambda _, __, output: output + torch.randn_like(output))
 
 
+class Normalises(DecoderModule):
+    """Takes statistics over positions, in training alone."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.norm = nn.BatchNorm1d(self.model.embedding.embedding_dim, dtype=torch.float64)
+        self.model.blocks[1].register_forward_hook(lambda _, __, output: self.model.norm(output.mT).mT)
+
+
 class EvaluatesByHand(OneByHand):
     """Has nothing to refuse in training."""
 
@@ -126,6 +135,7 @@ def refused(
 REFUSED = {
     "one layer by hand": refused(OneByHand, LAYER),
     "compiled": refused(OneByHand, LAYER, compile={"backend": "eager"}),
+    "statistics": refused(Normalises, "model.blocks.1 (Block) gives something else on slices"),
     "in evaluation alone": refused(EvaluatesByHand, LAYER, validates_first=True),
     "other positions": refused(CountsFromZero, "gives something else on slices"),
     "pooled": refused(Pools, "gives something else on slices"),
