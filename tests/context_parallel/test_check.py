@@ -140,7 +140,9 @@ REFUSED = {
     "other positions": refused(CountsFromZero, "gives something else on slices"),
     "pooled": refused(Pools, "gives something else on slices"),
     "random": refused(Draws, "(Or it draws random numbers in evaluation mode"),
-    "its own, replicated": refused(CallsItself, "blocks.0.norm (LayerNorm) gives", data_parallel="ddp"),
+    "its own, replicated": refused(
+        CallsItself, "model.blocks.0.norm (LayerNorm) gives", data_parallel="ddp"
+    ),
 }
 
 

@@ -168,10 +168,16 @@ def refused(make_module: Callable[[], Any], sentence: str) -> Refused:
 
 
 REFUSED = {
-    "positions": refused(lambda: LeavesOut("position_ids"), "called on a slice of a sequence without"),
-    "masks": refused(lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position"),
+    "positions": refused(
+        lambda: LeavesOut("position_ids"), "LlamaForCausalLM was called on a slice of a sequence without"
+    ),
+    "masks": refused(
+        lambda: LeavesOut("attention_mask"), "pass the batch's attention_mask and position_ids to the model"
+    ),
     "shifted labels": refused(lambda: LeavesOut("shift_labels"), "take batch['shift_labels']"),
-    "shifted again": refused(lambda: ShiftsInTheModel(llama()), "would shift the labels of a slice of a"),
+    "shifted again": refused(
+        lambda: ShiftsInTheModel(llama()), "would shift the labels of a slice of a sequence by"
+    ),
     "encoder-decoder": refused(lambda: OwnLoss(t5()), "computes attention with position_bias"),
     "linear attention": refused(
         lambda: OwnLoss(linear_attention()), "linear_attn.out_proj (Linear) gives something else"

@@ -159,12 +159,16 @@ def refused(edit: Callable[[Any], None], sentence: str) -> Refused:
 
 
 REFUSED = {
-    "another style": refused(another_style, "asks for colwise, which this strategy cannot carry out"),
+    "another style": refused(
+        another_style, "asks for colwise, which this strategy cannot carry out (it knows grouped_gemm and"
+    ),
     "not dispatched": refused(
         not_dispatched,
         "spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not say ep_dispatch",
     ),
-    "replaced forward": refused(replaced_forward, "(Qwen3MoeExperts) has a forward that was replaced"),
+    "replaced forward": refused(
+        replaced_forward, "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced"
+    ),
 }
 
 

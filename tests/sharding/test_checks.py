@@ -176,7 +176,9 @@ def refused(make: type[Net], message: str, options: dict[str, Any], **settings: 
 REFUSED = {
     "too-large": refused(TooLarge, "parameters stay gathered and gradients unsharded until a", {}),
     "penalty-in-a-hook": refused(PenaltyInHook, "A backward with create_graph=True in a hook, or", {}),
-    "copies-itself": refused(CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses", {}),
+    "copies-itself": refused(
+        CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make", {}
+    ),
     "pickles-itself": refused(
         PicklesItself, "PicklingError: A sharded module, of which this rank holds a", {}
     ),
@@ -186,7 +188,9 @@ REFUSED = {
     "sparse": refused(Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding", {}),
     "sparse-buffer": refused(SparseBuffer, "ValueError: neighbours is sparse, and cannot be sent", {}),
     "several-dtypes": refused(
-        SeveralDtypes, "one FSDP unit have several dtypes", {"auto_wrap_policy": set()}
+        SeveralDtypes,
+        "Trainable parameters of one FSDP unit have several dtypes, and FSDP2 reduces their gradients in one.",
+        {"auto_wrap_policy": set()},
     ),
     "meets-a-table": refused(
         MeetsATable,

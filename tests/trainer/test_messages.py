@@ -126,8 +126,12 @@ REFUSED = {
             ]
         },
     ),
-    "switched_to_manual": refused(lambda model: Switches(model, True), "was switched", options=DDP),
-    "switched_to_automatic": refused(lambda model: Switches(model, False), "was switched", options=DDP),
+    "switched_to_manual": refused(
+        lambda model: Switches(model, True), "automatic_optimization was switched", options=DDP
+    ),
+    "switched_to_automatic": refused(
+        lambda model: Switches(model, False), "automatic_optimization was switched", options=DDP
+    ),
     "sharded_under_ddp": refused(
         *(ShardsItself, "ValueError", "ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"),
         options=DDP,
@@ -138,7 +142,9 @@ REFUSED = {
         "ValueError: The process group that exists has 2 ranks, and the Trainer asks for 1 (devices x",
         settings={"devices": 1},
     ),
-    "steps_in_setup": refused(CountsStepsInSetup, "in configure_optimizers or on_fit", validates_first=True),
+    "steps_in_setup": refused(
+        CountsStepsInSetup, "take it in configure_optimizers or on_fit_start", validates_first=True
+    ),
     "another_model": refused(
         CollectsOthers,
         "13 parameters of SGD are not those of CollectsOthers",
