@@ -171,7 +171,8 @@ class FirstStepCheck:
         ):
             patches.callback(ModuleState(self._module).restore)
             for submodule in self._module.modules():
-                if getattr(submodule, "running_mean", None) is None:  # else it takes them over positions
+                # A norm with running statistics takes those of its slice in training alone.
+                if getattr(submodule, "running_mean", None) is None:
                     patches.set(submodule, "training", False)
                 for value in vars(submodule).values():
                     if isinstance(value, list):  # as user hooks fill
